@@ -1,0 +1,1 @@
+"""Rewriting passes over the graphs of pieces; the ordered pipeline is empty so far."""

@@ -1,0 +1,41 @@
+"""Piecewise compilation for torch.compile: cut at attention, compile and graph the rest.
+
+`torch.compile(model, backend="piecewise")` needs no import of this package.
+"""
+
+from piecewise_backend.api import report, seal, warmup
+from piecewise_backend.batch import BatchDescriptor, CUDAGraphMode, default_capture_sizes
+from piecewise_backend.config import Config
+from piecewise_backend.counters import CompilationCounter, compilation_counter
+from piecewise_backend.errors import (
+    CaptureError,
+    ConfigError,
+    ContractError,
+    PassError,
+    PiecewiseError,
+    SplitError,
+)
+from piecewise_backend.registry import register_splitting_op
+from piecewise_backend.report import Report
+from piecewise_backend.splitting import split_graph
+
+__all__ = [
+    "BatchDescriptor",
+    "CUDAGraphMode",
+    "CaptureError",
+    "CompilationCounter",
+    "Config",
+    "ConfigError",
+    "ContractError",
+    "PassError",
+    "PiecewiseError",
+    "Report",
+    "SplitError",
+    "compilation_counter",
+    "default_capture_sizes",
+    "register_splitting_op",
+    "report",
+    "seal",
+    "split_graph",
+    "warmup",
+]

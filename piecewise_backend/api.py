@@ -1,0 +1,109 @@
+"""What users call on a compiled model: warm up, seal, report.
+
+In:  what `torch.compile(..., backend="piecewise")` or `module.compile(...)` returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from piecewise_backend import _torch
+from piecewise_backend.batch import BatchDescriptor
+from piecewise_backend.config import Config
+from piecewise_backend.errors import ContractError
+from piecewise_backend.graphs import collector_paused
+from piecewise_backend.report import Report, report_session
+from piecewise_backend.session import Session
+
+MakeInputs = Callable[[BatchDescriptor], Any]
+
+
+def warmup(compiled: Callable[..., Any], make_inputs: MakeInputs, *, seal: bool = True) -> Report:
+    """Trace, compile and capture every size ahead of time, so that serving does none of it.
+
+    The model runs twice at the largest size and once at every other. Run it in the mode of
+    later calls (`torch.no_grad()` or `torch.inference_mode()`).
+
+    Args:
+        compiled: a module or function compiled with this backend.
+        make_inputs: called with a `BatchDescriptor`; returns the positional arguments of a
+            call with `descriptor.num_tokens` tokens as a tuple, or `(args, kwargs)` with a
+            tuple and a dict. What differs between two sizes is taken as the token dimension.
+        seal: afterwards, refuse whatever would compile or capture.
+
+    Returns:
+        What was compiled and captured.
+
+    Raises:
+        ContractError: not compiled with this backend, or `make_inputs` returns no tensors.
+    """
+    scope = _scope(compiled)
+    config = Config.from_options(scope.kwargs.get("options"), scope.kwargs.get("mode"))
+    session = Session.of(scope)
+    session.unseal()
+    sizes = sorted(config.cudagraph_capture_sizes, reverse=True)
+    with session.phase(tracing=True):
+        args, kwargs = _inputs(make_inputs, sizes[0])
+        other = sizes[1] if len(sizes) > 1 else max(sizes[0] - 1, 2)
+        _mark_varying(_tensors(args, kwargs), _tensors(*_inputs(make_inputs, other)))
+        with _torch.one_trace_for_all_sizes():
+            compiled(*args, **kwargs)
+    with session.phase(capturing=True), collector_paused():
+        for size in sizes:
+            args, kwargs = _inputs(make_inputs, size)
+            compiled(*args, **kwargs)
+    if seal:
+        session.seal()
+    return report_session(session)
+
+
+def seal(compiled: Callable[..., Any]) -> None:
+    """From now on nothing compiles or captures: such a call raises, or falls back by reason."""
+    Session.of(_scope(compiled)).seal()
+
+
+def report(compiled: Callable[..., Any]) -> Report:
+    """What was compiled, captured, replayed, and every fallback with its reason."""
+    return report_session(Session.of(_scope(compiled)))
+
+
+def _scope(compiled: object) -> _torch.CompileScope:
+    scope = _torch.scope_of(compiled)
+    if scope is None:
+        raise ContractError(
+            f"{type(compiled).__name__} is not compiled; pass what torch.compile(..., "
+            "backend='piecewise') returned, or a module after module.compile(...)"
+        )
+    return scope
+
+
+def _inputs(make_inputs: MakeInputs, size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    made = make_inputs(BatchDescriptor(num_tokens=size))
+    if isinstance(made, torch.Tensor):
+        return (made,), {}
+    is_pair = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], dict)
+    if is_pair and isinstance(made[0], tuple | list):
+        return tuple(made[0]), dict(made[1])
+    if not isinstance(made, tuple | list):
+        raise ContractError(
+            f"make_inputs returned {type(made).__name__}; return a tuple of arguments, "
+            "or (args, kwargs)"
+        )
+    return tuple(made), {}
+
+
+def _tensors(args: Iterable[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    leaves = pytree.tree_leaves((args, kwargs))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _mark_varying(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+    """Tell Dynamo which dimensions differ between two sizes, so that it traces once."""
+    for tensor, other in zip(tensors, others, strict=True):
+        for dim, (size, other_size) in enumerate(zip(tensor.shape, other.shape, strict=True)):
+            if size != other_size:
+                torch._dynamo.maybe_mark_dynamic(tensor, dim)

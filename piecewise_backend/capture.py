@@ -1,0 +1,231 @@
+"""Capture every piece of a graph at one size, and write the plan that replays them.
+
+In:  a `CompiledGraph`, a pool, static buffers, a size, and the arguments of a real call.
+Out: `CapturedSize`: the plan, and the views it needs for each token count.
+Knows nothing of dispatch.
+
+Pieces are captured in the order in which they run. After its capture a piece is replayed once,
+and what a split op would write is filled with random numbers, so that every later piece is
+warmed up and tried on defined values. A value is dropped after the capture of its last reader:
+from then on its memory in the pool is free for the next capture, as it is at every replay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from piecewise_backend import _torch
+from piecewise_backend.buffers import Arena
+from piecewise_backend.canonical import Instance
+from piecewise_backend.compiled import CompiledGraph
+from piecewise_backend.graphs import CapturedGraph, GraphPool
+from piecewise_backend.padding import PaddedCall, find_padding_fault, sizes_in_arithmetic
+from piecewise_backend.plan import Plan, written_arguments
+from piecewise_backend.plan_writer import PlanWriter, RowTable
+from piecewise_backend.sizes import Layout, Sizes
+from piecewise_backend.static_inputs import StaticInputs
+from piecewise_backend.steps import Constant, Host, Piece, SplitOp, Value
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CapturedSize:
+    """Everything needed to serve batches that are padded to one size."""
+
+    plan: Plan
+    rows: RowTable
+    num_graphs: int
+    padding_fault: str | None
+    """What padding would do to real rows, or None."""
+    keep_alive: tuple[CapturedGraph, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CaptureRequest:
+    """What to capture."""
+
+    graph: CompiledGraph
+    pool: GraphPool
+    arena: Arena
+    """Buffers behind split ops that return fresh tensors."""
+    static_inputs: StaticInputs
+    args: Sequence[Any]
+    """Of a real call that this size serves."""
+    sizes: Sizes
+    """The symbol values after padding."""
+    fewest: Sizes
+    """The symbol values of the smallest batch that is padded to this size."""
+    largest: Sizes
+    """The symbol values at the largest capture size."""
+    num_warmups: int
+    has_static_outputs: bool
+
+
+def capture_size(request: CaptureRequest) -> CapturedSize:
+    """Capture one size.
+
+    Raises:
+        CaptureError: a piece cannot be recorded; nothing is kept.
+    """
+    device = request.graph.device
+    cuda = [device] if device.type == "cuda" else []
+    with (
+        torch.random.fork_rng(devices=cuda),
+        _torch.ordinary_tensors(),
+        request.pool.side_stream(),
+    ):
+        return _Capture(request).run()
+
+
+class _Capture:
+    """One walk over the steps."""
+
+    def __init__(self, request: CaptureRequest) -> None:
+        self.request = request
+        self.graph = request.graph
+        self.writer = PlanWriter(
+            request.graph,
+            request.static_inputs,
+            request.args,
+            request.sizes,
+            request.has_static_outputs,
+        )
+        self.values: dict[str, torch.Tensor] = dict(
+            request.static_inputs.stage(request.args, request.sizes)
+        )
+        for item, value in zip(self.graph.split.inputs, request.args, strict=True):
+            if isinstance(value, torch.Tensor):
+                self.values.setdefault(item.name, value)
+        self.outside = {x.untyped_storage().data_ptr() for x in self.values.values()}
+        self.seen: set[int] = set()
+        self.kept: list[CapturedGraph] = []
+        self.num_graphs = 0
+        self.padding_fault: str | None = None
+
+    def run(self) -> CapturedSize:
+        last_use = self.graph.split.last_use()
+        for step in self.graph.split.steps:
+            if isinstance(step, Piece):
+                self._capture_piece(step)
+            else:
+                self._imitate_split_op(step)
+            for name in [name for name in self.values if last_use.get(name) == step.index]:
+                del self.values[name]
+        plan, rows = self.writer.finish()
+        return CapturedSize(plan, rows, self.num_graphs, self.padding_fault, tuple(self.kept))
+
+    def _capture_piece(self, piece: Piece) -> None:
+        position = self.graph.position_of[piece.index]
+        instance = self.graph.instances[position]
+        facts = self.graph.facts[instance.distinct.index]
+        call = self.graph.call_at(position, self.request.sizes)
+        inputs = self._inputs(instance, position)
+        self._note_writes([inputs[i] for i in facts.mutated])
+        with _preserved([inputs[i] for i in facts.mutated]):
+            if facts.has_kernels and instance.distinct.index not in self.seen:
+                self.seen.add(instance.distinct.index)
+                for _ in range(self.request.num_warmups):
+                    call(*inputs)
+                self.padding_fault = self.padding_fault or self._try_padding(position, inputs)
+            captured = self.request.pool.capture(call, inputs)
+            if facts.has_kernels:
+                captured.replay()
+        self.kept.append(dataclasses.replace(captured, outputs=()))
+        if facts.has_kernels:
+            self.num_graphs += 1
+            self.writer.add_replay(captured.replay)
+        for name, output in zip(piece.outputs, captured.outputs, strict=True):
+            self.values[name] = output
+            self.writer.add_value(name, _torch.weak_view(output))
+
+    def _inputs(self, instance: Instance, position: int) -> list[Any]:
+        numbers = iter(self.graph.numbers_at(position, self.request.sizes))
+        inputs: list[Any] = []
+        for ref in instance.inputs:
+            if isinstance(ref, Value):
+                inputs.append(self.values[ref.name])
+            elif isinstance(ref, Constant) and isinstance(ref.value, torch.Tensor):
+                inputs.append(ref.value)
+            else:
+                inputs.append(next(numbers))
+        return inputs
+
+    def _imitate_split_op(self, op: SplitOp) -> None:
+        read_by_pieces = self.writer.read_by_pieces
+        for name in op.outputs:
+            if name is not None and name in read_by_pieces:
+                self.values[name] = self._stable_buffer(self.graph.layouts[name])
+                self.writer.add_value(name, _torch.weak_view(self.values[name]))
+        written = [self.values[value.name] for value in written_arguments(op)]
+        self._note_writes(written)
+        fresh = [self.values[name] for name in op.outputs if name in self.values]
+        for tensor in (*written, *fresh):
+            if tensor.untyped_storage().data_ptr() not in self.outside:
+                _fill_with_noise(tensor)
+        self.writer.add_split_op(op)
+
+    def _stable_buffer(self, layout: Layout) -> torch.Tensor:
+        sizes, largest = self.request.sizes, self.request.largest
+        return self.request.arena.tensor(
+            layout.dtype,
+            layout.shape(sizes),
+            layout.stride(sizes),
+            layout.num_bytes(sizes),
+            at_least=layout.num_bytes(largest),
+        )
+
+    def _note_writes(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            self.writer.note_write(tensor.untyped_storage().data_ptr())
+
+    def _try_padding(self, position: int, inputs: Sequence[Any]) -> str | None:
+        """See `padding`. Sizes that are never padded need no trial."""
+        if self.request.fewest == self.request.sizes:
+            return None
+        instance = self.graph.instances[position]
+        layouts = [self._dynamic_layout(ref) for ref in instance.inputs]
+        num_sizes = sum(isinstance(ref, Host) for ref in instance.inputs)
+        where = f"piece {instance.piece.index}: "
+        if fault := sizes_in_arithmetic(instance.distinct.module, num_sizes):
+            return where + fault
+        fault = find_padding_fault(
+            PaddedCall(
+                call=self.graph.call_at(position, self.request.sizes),
+                exact_call=self.graph.call_at(position, self.request.fewest),
+                inputs=inputs,
+                exact_numbers=self.graph.numbers_at(position, self.request.fewest)[:num_sizes],
+                input_layouts=layouts,
+                output_layouts=[
+                    self._dynamic_layout(Value(name)) for name in instance.piece.outputs
+                ],
+                mutated=self.graph.facts[instance.distinct.index].mutated,
+                tokens=self.request.fewest,
+            )
+        )
+        return where + fault if fault else None
+
+    def _dynamic_layout(self, ref: Any) -> Layout | None:
+        layout = self.graph.layouts[ref.name] if isinstance(ref, Value) else None
+        return layout if layout is not None and layout.is_dynamic else None
+
+
+@contextmanager
+def _preserved(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Give tensors back the values they had: trial runs must not count."""
+    copies = [tensor.clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, copy in zip(tensors, copies, strict=True):
+            tensor.copy_(copy)
+
+
+def _fill_with_noise(tensor: torch.Tensor) -> None:
+    if tensor.is_floating_point() and tensor.dtype.itemsize > 1:
+        tensor.normal_()
+    else:
+        tensor.zero_()

@@ -1,0 +1,113 @@
+"""A split graph with everything known about its pieces: what is compiled, captured and run.
+
+In:  a `SplitGraph` and the arguments of its trace.
+Out: `CompiledGraph`.
+Knows nothing of captures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from piecewise_backend.canonical import Instance, identify
+from piecewise_backend.compiler import Call, Numbers, PieceCompiler, Versions, numbers_of
+from piecewise_backend.errors import SplitError
+from piecewise_backend.facts import PieceFacts, find_facts
+from piecewise_backend.sizes import Layout, SizeFunction, Sizes, TokenDim, find_token_dim
+from piecewise_backend.steps import SplitGraph
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CompiledGraph:
+    """The pieces of one graph, compiled for the sizes of its trace."""
+
+    split: SplitGraph
+    token_dim: TokenDim
+    instances: tuple[Instance, ...]
+    """One per piece, in order."""
+    versions: tuple[Versions, ...]
+    """One per distinct piece."""
+    facts: tuple[PieceFacts, ...]
+    """One per distinct piece."""
+    layouts: dict[str, Layout]
+    """Of every tensor of the graph that a piece or a split op reads or writes."""
+    device: torch.device
+    """Where its tensors live."""
+    numbers: tuple[SizeFunction, ...]
+    """For each instance, its integer inputs."""
+    position_of: dict[int, int]
+    """Step index of a piece -> its position among the instances."""
+
+    def numbers_at(self, position: int, sizes: Sizes) -> Numbers:
+        """The integer inputs of an instance at these sizes."""
+        return tuple(int(number) for number in self.numbers[position](sizes))
+
+    def call_at(self, position: int, sizes: Sizes) -> Call:
+        """What to call for an instance at these sizes; compiles if need be."""
+        versions = self.versions[self.instances[position].distinct.index]
+        return versions.call_for(self.numbers_at(position, sizes))
+
+    def calls_at(self, sizes: Sizes) -> tuple[Call, ...]:
+        """What to call for every instance at these sizes."""
+        return tuple(self.call_at(position, sizes) for position in range(len(self.instances)))
+
+
+def compile_graph(
+    split: SplitGraph, example_args: Sequence[Any], compiler: PieceCompiler
+) -> CompiledGraph:
+    """Compile every distinct piece once, at the sizes of the trace.
+
+    Raises:
+        SplitError: tensors on more than one device.
+    """
+    instances = identify(split.pieces)
+    token_dim = find_token_dim(split, example_args)
+    sizes = token_dim.hints(example_args)
+    distinct = list({instance.distinct.index: instance.distinct for instance in instances}.values())
+    facts = tuple(find_facts(piece, token_dim, sizes) for piece in distinct)
+    compiled = CompiledGraph(
+        split=split,
+        token_dim=token_dim,
+        instances=instances,
+        versions=tuple(Versions(piece, compiler) for piece in distinct),
+        facts=facts,
+        layouts=_layouts(split, token_dim),
+        device=_only_device(split, facts),
+        numbers=tuple(SizeFunction(split.symbols, numbers_of(i.inputs)) for i in instances),
+        position_of={instance.piece.index: i for i, instance in enumerate(instances)},
+    )
+    compiled.calls_at(sizes)
+    return compiled
+
+
+def _layouts(split: SplitGraph, token_dim: TokenDim) -> dict[str, Layout]:
+    examples = {item.name: item.example for item in split.inputs}
+    for step in split.steps:
+        examples.update(step.examples)
+    return {
+        name: Layout.of(example, token_dim)
+        for name, example in examples.items()
+        if isinstance(example, torch.Tensor)
+    }
+
+
+def _only_device(split: SplitGraph, facts: Sequence[PieceFacts]) -> torch.device:
+    devices = {device for fact in facts for device in fact.devices}
+    if len(devices) > 1:
+        where = {
+            str(item.example.device): item.source
+            for item in split.inputs
+            if isinstance(item.example, torch.Tensor)
+        }
+        raise SplitError(
+            f"the graph has tensors on {sorted(map(str, devices))} (for example {where}); move "
+            "the model and its inputs to one device"
+        )
+    if devices:
+        return devices.pop()
+    tensors = [i.example for i in split.inputs if isinstance(i.example, torch.Tensor)]
+    return tensors[0].device if tensors else torch.device("cpu")

@@ -1,0 +1,141 @@
+"""Compile distinct pieces, and keep what each version assumed about sizes.
+
+In:  a distinct piece and the sizes it is wanted for.
+Out: a callable valid for those sizes.
+Knows nothing of graphs, buffers or plans.
+
+Note [Versions]
+Inductor decides things by looking at the example sizes: a softmax over tokens is compiled for
+up to 4096 of them, a view for even counts. Each version is compiled in a size environment of
+its own, which records these decisions as conditions. For every new size the conditions are
+evaluated once and the answer is kept; a size that violates them gets a version of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import sympy
+import torch
+
+from piecewise_backend import _torch
+from piecewise_backend.canonical import DistinctPiece
+from piecewise_backend.counters import CompilationCounter
+from piecewise_backend.fakes import fake_inputs
+from piecewise_backend.steps import Constant, Host
+
+log = logging.getLogger(__name__)
+
+Call = Callable[..., Sequence[torch.Tensor]]
+Numbers = tuple[int, ...]
+"""The integer inputs of a piece: sizes, then hoisted integer constants."""
+
+# A piece that needs more versions than this is specialised on the size itself.
+_MAX_VERSIONS = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Version:
+    """One compilation of a piece, and the sizes it is valid for."""
+
+    call: Call
+    violated_by: Callable[[Numbers], str | None]
+    """The condition that sizes violate, or None if the version is valid for them."""
+    conditions: tuple[str, ...] = ()
+
+
+class PieceCompiler(Protocol):
+    """Makes one version of a distinct piece."""
+
+    def compile(self, piece: DistinctPiece, numbers: Numbers) -> Version:
+        """A version valid at least for `numbers`."""
+        ...
+
+
+class EagerCompiler:
+    """Runs pieces as they were traced; valid for every size."""
+
+    def compile(self, piece: DistinctPiece, numbers: Numbers) -> Version:
+        """The traced graph itself."""
+        return Version(piece.module.forward, lambda numbers: None)
+
+
+class InductorCompiler:
+    """Compiles with Inductor, sizes symbolic."""
+
+    def __init__(self, patches: Mapping[str, object], counters: CompilationCounter) -> None:
+        # Graphs are ours; Inductor's own would nest.
+        self._patches = {"triton.cudagraphs": False, **patches}
+        self._counters = counters
+
+    def compile(self, piece: DistinctPiece, numbers: Numbers) -> Version:
+        """Compile with `numbers` as example sizes."""
+        env = _torch.SizeEnv()
+        hints = iter(numbers)
+        symbols: dict[sympy.Symbol, sympy.Symbol] = {}
+        for ref in piece.inputs:
+            if isinstance(ref, Host):
+                symbols[ref.expr] = env.symbol(next(hints))
+        with _torch.ordinary_tensors(), env.fake_mode:
+            inputs = fake_inputs(
+                piece,
+                number=lambda expr: env.symint(expr.xreplace(symbols)),
+                constant=lambda value: env.symint(env.symbol(value)),
+            )
+        self._counters.add(num_inductor_compiles=1)
+        call = _torch.compile_with_inductor(piece.module, inputs, env, self._patches)
+        conditions = env.conditions()
+        return Version(call, lambda sizes: env.holds(conditions, sizes), conditions)
+
+
+class Versions:
+    """The versions of one distinct piece."""
+
+    def __init__(self, piece: DistinctPiece, compiler: PieceCompiler) -> None:
+        self.piece = piece
+        self.compiled: list[Version] = []
+        self.is_sealed = False
+        self._compiler = compiler
+        self._num_sizes = sum(isinstance(ref, Host) for ref in piece.inputs)
+        self._chosen: dict[Numbers, Call] = {}
+        self.violation: str | None = None
+        """The last condition that no version could satisfy, once sealed."""
+
+    def call_for(self, numbers: Numbers) -> Call:
+        """The callable that serves these sizes, compiled if need be. See Note [Versions].
+
+        A sealed piece compiles nothing: it runs as traced where no version is valid, and
+        `violation` says which condition was violated.
+        """
+        call = self._chosen.get(numbers)
+        if call is None:
+            call = self._choose(numbers)
+            self._chosen[numbers] = call
+        return call
+
+    def _choose(self, numbers: Numbers) -> Call:
+        if 0 in numbers[: self._num_sizes]:
+            return self.piece.module.forward  # nothing to compute: not worth a compilation
+        violation = None
+        for version in self.compiled:
+            violation = version.violated_by(numbers)
+            if violation is None:
+                return version.call
+        if self.is_sealed or len(self.compiled) >= _MAX_VERSIONS:
+            self.violation = violation
+            return self.piece.module.forward
+        if violation:
+            log.info("piece %d: sizes %s violate %s", self.piece.index, numbers, violation)
+        version = self._compiler.compile(self.piece, numbers)
+        self.compiled.append(version)
+        return version.call
+
+
+def numbers_of(refs: Sequence[Any]) -> list[sympy.Expr]:
+    """The integer inputs among the inputs of a piece, as expressions, in order."""
+    hosts = [ref.expr for ref in refs if isinstance(ref, Host)]
+    integers = [r.value for r in refs if isinstance(r, Constant) and isinstance(r.value, int)]
+    return hosts + [sympy.Integer(value) for value in integers]

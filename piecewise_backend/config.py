@@ -1,0 +1,239 @@
+"""Options: one frozen value, checked when built.
+
+In:  the `options` and `mode` of `torch.compile`, `PIECEWISE_*` environment variables.
+Out: `Config`; argument beats environment beats default.
+Knows nothing of what the options do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from piecewise_backend import _torch
+from piecewise_backend.batch import CUDAGraphMode, default_capture_sizes
+from piecewise_backend.errors import ConfigError
+
+_ENV_PREFIX = "PIECEWISE_"
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "compiler": ("inductor", "eager"),
+    "graph_impl": ("cuda", "emulated", None),
+    "outputs": ("fresh", "static"),
+    "on_fallback": ("warn", "raise"),
+}
+# The grid when the user names no sizes: up to 256 sequences, as serving engines default to.
+_DEFAULT_MAX_NUM_SEQS = 256
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """How one model is split, compiled and captured. Build it with `Config.from_options`."""
+
+    splitting_ops: tuple[str, ...] | None = None
+    """Ops to cut at, as "ns::op" or "ns::op.overload". "attention" stands for the attention
+    ops that torch and known libraries define. None: every registered op."""
+
+    compiler: str = "inductor"
+    """Who compiles pieces: "inductor", or "eager" to run them as traced."""
+
+    inductor_compile_config: tuple[tuple[str, Any], ...] = ()
+    """Inductor options for every piece; given as a mapping."""
+
+    cudagraph_mode: CUDAGraphMode = CUDAGraphMode.PIECEWISE
+    """What is replayed from graphs."""
+
+    cudagraph_capture_sizes: tuple[int, ...] = ()
+    """Token counts that graphs exist for, ascending; `default_capture_sizes(256)` if not given."""
+
+    max_cudagraph_capture_size: int | None = None
+    """Sizes above this are dropped."""
+
+    cudagraph_num_of_warmups: int = 1
+    """Runs of each compiled piece before its first capture at a size."""
+
+    graph_impl: str | None = None
+    """"cuda", or "emulated": graphs imitated in Python, for debugging and machines without a
+    GPU. None: CUDA graphs on a CUDA device, no graphs elsewhere."""
+
+    outputs: str = "fresh"
+    """"fresh": outputs belong to the caller. "static": they are views that the next call
+    overwrites, without a copy."""
+
+    on_fallback: str = "warn"
+    """"warn" once per reason when a call runs without graphs, or "raise" ContractError."""
+
+    capture_after: int = 2
+    """Without warm-up: a size is captured once it was called this often."""
+
+    max_padding_factor: float = 2.0
+    """A batch is not padded to more than this many times its tokens (sizes up to 64 always are)."""
+
+    dump_dir: Path | None = None
+    """Where `computation_graph.py` and the plans are written; None writes nothing."""
+
+    @classmethod
+    def from_options(
+        cls, options: Mapping[str, Any] | None = None, mode: str | None = None
+    ) -> Config:
+        """Defaults, then `PIECEWISE_*` variables, then `options`.
+
+        Args:
+            options: the `options=` of `torch.compile`.
+            mode: its `mode=`. "reduce-overhead" is what this backend does anyway;
+                "max-autotune" and "max-autotune-no-cudagraphs" set Inductor's options.
+
+        Raises:
+            ConfigError: an unknown option, variable or mode, or a value of the wrong kind.
+        """
+        given = _from_env(os.environ) | _from_mode(mode) | dict(options or {})
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name in given:
+            if name not in known:
+                raise ConfigError(f"unknown option {name!r}{_nearest(name, known)}")
+        values = {name: _checked(name, value) for name, value in given.items()}
+        limit = values.get("max_cudagraph_capture_size")
+        sizes = values.get("cudagraph_capture_sizes")
+        if sizes is None:
+            sizes = tuple(default_capture_sizes(_DEFAULT_MAX_NUM_SEQS))
+        kept = tuple(size for size in sizes if limit is None or size <= limit)
+        if not kept:
+            raise ConfigError(
+                f"max_cudagraph_capture_size={limit} leaves none of the sizes {list(sizes)}; "
+                "raise it, or set cudagraph_mode='none' to run without graphs"
+            )
+        return cls(**(values | {"cudagraph_capture_sizes": kept}))
+
+
+def _nearest(name: str, known: set[str]) -> str:
+    close = difflib.get_close_matches(name, sorted(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(known))}"
+
+
+def _from_env(environ: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    known = {field.name for field in dataclasses.fields(Config)}
+    for variable, text in environ.items():
+        if not variable.startswith(_ENV_PREFIX):
+            continue
+        name = variable.removeprefix(_ENV_PREFIX).lower()
+        if name not in known:
+            raise ConfigError(f"environment variable {variable} sets no option{_nearest(name, known)}")
+        values[name] = _parse(name, text, variable)
+    return values
+
+
+def _parse(name: str, text: str, variable: str) -> Any:
+    """The value that a variable's text stands for."""
+    try:
+        if name == "cudagraph_capture_sizes":
+            return [int(part) for part in text.split(",")]
+        if name == "splitting_ops":
+            return text.split(",")
+        if name in _INTEGERS:
+            return int(text)
+        if name == "max_padding_factor":
+            return float(text)
+    except ValueError:
+        raise ConfigError(f"{variable}={text!r} is not a number, or numbers with commas") from None
+    if name == "inductor_compile_config":
+        raise ConfigError(f"{variable} cannot be set by environment; pass it in options=")
+    return text
+
+
+def _from_mode(mode: str | None) -> dict[str, Any]:
+    if mode in (None, "default", "reduce-overhead"):
+        return {}
+    if mode not in ("max-autotune", "max-autotune-no-cudagraphs"):
+        raise ConfigError(
+            f"mode={mode!r} is not known; use 'default', 'reduce-overhead', 'max-autotune', "
+            "'max-autotune-no-cudagraphs', or options={...}"
+        )
+    patches = _torch.mode_patches(mode)
+    patches.pop("triton.cudagraphs", None)
+    values: dict[str, Any] = {"inductor_compile_config": patches}
+    if mode.endswith("no-cudagraphs"):
+        values["cudagraph_mode"] = CUDAGraphMode.NONE
+    return values
+
+
+_INTEGERS = {"max_cudagraph_capture_size": 1, "cudagraph_num_of_warmups": 0, "capture_after": 0}
+
+
+def _checked(name: str, value: Any) -> Any:
+    """The value in the form that `Config` keeps, or a ConfigError naming it."""
+    if name in _CHOICES:
+        if value not in _CHOICES[name]:
+            raise ConfigError(f"{name}={value!r}; use one of {list(_CHOICES[name])}")
+        return value
+    if name in _INTEGERS:
+        least = _INTEGERS[name]
+        if name == "max_cudagraph_capture_size" and value is None:
+            return None
+        if not _is_int(value) or value < least:
+            raise ConfigError(f"{name}={value!r}; give an integer of at least {least}")
+        return value
+    return _CHECKS[name](name, value)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _capture_sizes(name: str, value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    sizes = list(value) if isinstance(value, list | tuple | set | range) else [value]
+    bad = [size for size in sizes if not _is_int(size) or size < 1]
+    if bad or not sizes:
+        raise ConfigError(f"{name}={value!r}: {bad or 'empty'}; give positive integers, [1, 2, 4]")
+    return tuple(sorted(set(sizes)))
+
+
+def _splitting_ops(name: str, value: Any) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    ops = [value] if isinstance(value, str) else value
+    if not isinstance(ops, list | tuple | set) or not all(isinstance(op, str) for op in ops):
+        raise ConfigError(f"{name}={value!r}; give a list of names such as 'mylib::attention'")
+    return tuple(ops)
+
+
+def _graph_mode(name: str, value: Any) -> CUDAGraphMode:
+    if isinstance(value, CUDAGraphMode):
+        return value
+    names = [mode.value for mode in CUDAGraphMode]
+    if not isinstance(value, str) or value.lower() not in names:
+        raise ConfigError(f"{name}={value!r}; use one of {names}")
+    return CUDAGraphMode(value.lower())
+
+
+def _mapping(name: str, value: Any) -> tuple[tuple[str, Any], ...]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name}={value!r}; give a mapping of Inductor options")
+    return tuple(sorted(value.items()))
+
+
+def _factor(name: str, value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 1:
+        raise ConfigError(f"{name}={value!r}; give a number of at least 1")
+    return float(value)
+
+
+def _path(name: str, value: Any) -> Path | None:
+    if value is not None and not isinstance(value, str | os.PathLike):
+        raise ConfigError(f"{name}={value!r}; give a path, or None")
+    return Path(value) if value else None
+
+
+_CHECKS = {
+    "splitting_ops": _splitting_ops,
+    "inductor_compile_config": _mapping,
+    "cudagraph_mode": _graph_mode,
+    "cudagraph_capture_sizes": _capture_sizes,
+    "max_padding_factor": _factor,
+    "dump_dir": _path,
+}

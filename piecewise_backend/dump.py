@@ -1,0 +1,50 @@
+"""Write what the backend made, as files that a person can read and Python can import.
+
+In:  a split graph, and the sources of plans.
+Out: `<dump_dir>/graph_<n>/computation_graph.py` and `plan_*.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+from piecewise_backend.render import render_split_graph
+from piecewise_backend.steps import SplitGraph
+from piecewise_backend.canonical import Instance
+
+_HEADER = "# Written by piecewise_backend. Names r0, r1, ...: rows of static buffers; k0, ...: bound.\n"
+
+
+class GraphDump:
+    """Files of one graph. Without a directory nothing is written, and nobody has to ask."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self.directory = None if directory is None else _unused(directory)
+
+    def write_graph(self, split: SplitGraph, instances: tuple[Instance, ...]) -> None:
+        """Write `computation_graph.py`."""
+        if self.directory is not None:
+            self._write("computation_graph.py", render_split_graph(split, instances))
+
+    def write(self, name: str, source: str) -> None:
+        """Write the source of a plan."""
+        if self.directory is not None:
+            self._write(name, _HEADER + source)
+
+    def _write(self, name: str, text: str) -> None:
+        assert self.directory is not None
+        self.directory.mkdir(parents=True, exist_ok=True)
+        (self.directory / name).write_text(text)
+
+
+def _unused(directory: Path) -> Path:
+    """A folder that no earlier graph took, in this process or another."""
+    for number in itertools.count():
+        candidate = directory / f"graph_{number}"
+        try:
+            candidate.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return candidate
+    raise AssertionError("count() does not end")

@@ -1,0 +1,84 @@
+"""What a piece does to memory, found by running it on fake tensors.
+
+In:  a distinct piece and example sizes.
+Out: `PieceFacts`.
+Knows nothing of compilers or graphs. No list of operators: versions of the inputs tell what was
+mutated, the dispatcher tells whether anything is computed at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from piecewise_backend import _torch
+from piecewise_backend.canonical import DistinctPiece
+from piecewise_backend.fakes import fake_inputs
+from piecewise_backend.sizes import Sizes, TokenDim
+
+_ALLOCATIONS = {
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+    "aten::detach",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PieceFacts:
+    """What a piece does besides returning tensors."""
+
+    mutated: frozenset[int]
+    """Positions of the inputs that it writes to."""
+    has_kernels: bool
+    """False if it only allocates or takes views: an empty graph would be captured."""
+    devices: frozenset[torch.device]
+    """Devices of the tensors it touches."""
+
+
+class _KernelRecorder(TorchDispatchMode):
+    """Notes operators that compute, and the devices of what they return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_kernels = False
+        self.devices: set[torch.device] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_view = any(
+            out.alias_info is not None and not out.alias_info.is_write
+            for out in func._schema.returns
+        )
+        if not is_view and func._schema.name not in _ALLOCATIONS:
+            self.has_kernels = True
+        leaves = result if isinstance(result, tuple | list) else (result,)
+        self.devices |= {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        return result
+
+
+def find_facts(piece: DistinctPiece, token_dim: TokenDim, sizes: Sizes) -> PieceFacts:
+    """Run a piece on fake tensors of the given sizes."""
+    values = dict(zip(token_dim.symbols, sizes, strict=True))
+
+    def number(expr: sympy.Expr) -> int:
+        return int(expr.xreplace(values))
+
+    with _torch.ordinary_tensors(), _torch.FakeTensorMode():
+        inputs = fake_inputs(piece, number, int)
+        tensors = {i: x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
+        before = {i: x._version for i, x in tensors.items()}
+        with _KernelRecorder() as recorder:
+            piece.module.forward(*inputs)
+    mutated = frozenset(i for i, x in tensors.items() if x._version != before[i])
+    devices = recorder.devices | {x.device for x in tensors.values()}
+    return PieceFacts(mutated, recorder.has_kernels, frozenset(devices))

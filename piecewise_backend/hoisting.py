@@ -1,0 +1,236 @@
+"""Turn constants of a piece into inputs of it.
+
+In:  nodes of a piece.
+Out: the constants that may become inputs (`Slot`), and the piece rewritten to take them.
+Knows nothing of which pieces are alike.
+
+What may be hoisted, and how it stays exact:
+
+* a float that multiplies or divides a tensor (a per-layer scale) becomes a 0-dim tensor of the
+  precision in which torch computes the product: float32 for half types, else the tensor's own;
+* an integer argument of a custom op becomes a SymInt;
+* a string or float argument of a custom op becomes an index into a table, passed to a twin of
+  the op that looks the value up and calls the original.
+
+Additive floats stay constants: an epsilon is one value for the whole model, and the compiler
+and the fusion passes make use of knowing it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload, OpOverloadPacket
+
+from piecewise_backend import _torch
+from piecewise_backend.steps import Constant, map_leaves
+
+_SCALINGS = {operator.mul, operator.truediv, torch.mul, torch.div, "mul", "div"}
+_COMPUTE_DTYPE = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+}
+_TORCH_NAMESPACES = {"aten", "prims", "prim", "quantized", "quantized_decomposed"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slot:
+    """One constant argument of one node."""
+
+    node: fx.Node
+    place: int | str
+    """Position among the arguments, or the keyword."""
+    value: str | int | float
+
+    @property
+    def typed(self) -> tuple[str, str]:
+        """The value with its type, so that 2 and 2.0 differ."""
+        exact = self.value.hex() if isinstance(self.value, float) else repr(self.value)
+        return type(self.value).__name__, exact
+
+    @property
+    def is_scaling(self) -> bool:
+        """The constant scales a tensor, rather than being an argument of a custom op."""
+        return self.node.target in _SCALINGS
+
+
+def places(node: fx.Node) -> Iterator[tuple[int | str, Any]]:
+    """The arguments of a node by position or keyword."""
+    yield from enumerate(node.args)
+    yield from node.kwargs.items()
+
+
+def slots_of(node: fx.Node) -> tuple[Slot, ...]:
+    """The constants of a node that could become inputs of its piece."""
+    if node.target in _SCALINGS:
+        return _scaling_slots(node)
+    if node.op != "call_function" or _custom_op(node) is None:
+        return ()
+    return tuple(
+        Slot(node, place, value)
+        for place, value in places(node)
+        if isinstance(value, str | int | float) and not isinstance(value, bool)
+    )
+
+
+def _scaling_slots(node: fx.Node) -> tuple[Slot, ...]:
+    if len(node.args) != 2 or node.kwargs:
+        return ()
+    for place, value in enumerate(node.args):
+        other = node.args[1 - place]
+        if isinstance(value, float) and isinstance(other, fx.Node):
+            example = _torch.example_of(other)
+            if isinstance(example, torch.Tensor) and example.dtype in _COMPUTE_DTYPE:
+                return (Slot(node, place, value),)
+    return ()
+
+
+def _custom_op(node: fx.Node) -> OpOverload | None:
+    target = node.target
+    if isinstance(target, OpOverloadPacket):
+        target = getattr(target, "default", None)  # type: ignore[assignment]
+    if isinstance(target, OpOverload) and target.namespace not in _TORCH_NAMESPACES:
+        return target
+    return None
+
+
+def as_input(slot: Slot) -> Constant:
+    """What a piece with this slot hoisted is called with in its place."""
+    if slot.is_scaling:
+        example = _scaled_tensor(slot)
+        dtype = _COMPUTE_DTYPE[example.dtype]
+        with _torch.ordinary_tensors():
+            return Constant(torch.tensor(slot.value, dtype=dtype, device=example.device))
+    return Constant(slot.value if _takes_symint(slot) else _table_index(slot.value))
+
+
+def hoist(module: fx.GraphModule, slots: Sequence[Slot]) -> fx.GraphModule:
+    """The module with one more input per slot, after the inputs it has."""
+    if not slots:
+        return module
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.find_nodes(op="placeholder"):
+        copies[node] = graph.node_copy(node)
+    inputs = {slot: graph.placeholder(f"constant{i}") for i, slot in enumerate(slots)}
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            continue
+        own = [slot for slot in slots if slot.node is node]
+        if own and own[0].is_scaling:
+            copies[node] = _emit_scaling(graph, node, own[0], inputs[own[0]], copies)
+        elif own:
+            copies[node] = _emit_custom_op(graph, node, own, inputs, copies)
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    return fx.GraphModule(module, graph)
+
+
+def _scaled_tensor(slot: Slot) -> torch.Tensor:
+    assert isinstance(slot.place, int)
+    example = _torch.example_of(slot.node.args[1 - slot.place])  # type: ignore[arg-type]
+    assert isinstance(example, torch.Tensor)
+    return example
+
+
+def _emit_scaling(
+    graph: fx.Graph, node: fx.Node, slot: Slot, scale: fx.Node, copies: dict[fx.Node, fx.Node]
+) -> fx.Node:
+    """`x * c` in the precision that torch uses for a python number, rounded once."""
+    assert isinstance(slot.place, int)
+    tensor = copies[node.args[1 - slot.place]]  # type: ignore[index]
+    dtype = _scaled_tensor(slot).dtype
+    wide = graph.call_method("to", (tensor, _COMPUTE_DTYPE[dtype]))
+    operands = (scale, wide) if slot.place == 0 else (wide, scale)
+    is_product = node.target in (operator.mul, torch.mul, "mul")
+    scaled = graph.call_function(torch.mul if is_product else torch.div, operands)
+    result = graph.call_method("to", (scaled, dtype))
+    result.meta = dict(node.meta)
+    return result
+
+
+def _emit_custom_op(
+    graph: fx.Graph,
+    node: fx.Node,
+    slots: Sequence[Slot],
+    inputs: dict[Slot, fx.Node],
+    copies: dict[fx.Node, fx.Node],
+) -> fx.Node:
+    op = _custom_op(node)
+    assert op is not None
+    indexed = tuple(sorted(_argument_name(slot) for slot in slots if not _takes_symint(slot)))
+    replaced = {slot.place: inputs[slot] for slot in slots}
+
+    def argument(place: int | str, value: Any) -> Any:
+        def copied(leaf: Any) -> Any:
+            return copies[leaf] if isinstance(leaf, fx.Node) else leaf
+
+        return replaced.get(place) or map_leaves(value, copied)
+
+    args = tuple(argument(place, value) for place, value in enumerate(node.args))
+    kwargs = {name: argument(name, value) for name, value in node.kwargs.items()}
+    copy = graph.call_function(_twin(op, indexed) if indexed else op, args, kwargs)
+    copy.meta = dict(node.meta)
+    return copy
+
+
+def _argument_name(slot: Slot) -> str:
+    return slot.place if isinstance(slot.place, str) else _schema_argument(slot).name
+
+
+def _schema_argument(slot: Slot) -> Any:
+    op = _custom_op(slot.node)
+    assert op is not None
+    arguments = op._schema.arguments
+    if isinstance(slot.place, int):
+        return arguments[slot.place]
+    return next(argument for argument in arguments if argument.name == slot.place)
+
+
+def _takes_symint(slot: Slot) -> bool:
+    return isinstance(slot.value, int) and "SymInt" in str(_schema_argument(slot).real_type)
+
+
+_values: list[Any] = []  # like torch.library's own registry, for the life of the process
+_indices: dict[tuple[str, str], int] = {}
+_library = torch.library.Library("piecewise_hoisted", "FRAGMENT")
+
+
+def _table_index(value: Any) -> int:
+    typed = (type(value).__name__, value.hex() if isinstance(value, float) else repr(value))
+    if typed not in _indices:
+        _indices[typed] = len(_values)
+        _values.append(value)
+    return _indices[typed]
+
+
+@functools.cache
+def _twin(op: OpOverload, indexed: tuple[str, ...]) -> OpOverload:
+    """An op like `op` whose arguments named in `indexed` are indices into the table."""
+    name = f"{op._schema.name.replace('::', '__')}_{op._overloadname}__{'_'.join(indexed)}"
+    schema = str(op._schema).replace(f"{op._schema.name}", name, 1)
+    schema = schema.replace(f"{name}.{op._overloadname}(", f"{name}(", 1)
+    for argument in op._schema.arguments:
+        if argument.name in indexed:
+            kind = str(argument.type)
+            schema = schema.replace(f"{kind} {argument.name}", f"SymInt {argument.name}", 1)
+    _library.define(schema)
+
+    def call_original(*args: Any, **kwargs: Any) -> Any:
+        bound = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
+        for argument_name in indexed:
+            bound[argument_name] = _values[_torch.hint_of(bound[argument_name])]
+        order = [a.name for a in op._schema.arguments if not a.kwarg_only and a.name in bound]
+        return op(*(bound.pop(n) for n in order), **bound)
+
+    _library.impl(name, call_original, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"piecewise_hoisted::{name}", call_original, lib=_library)
+    return getattr(torch.ops.piecewise_hoisted, name).default  # type: ignore[no-any-return]

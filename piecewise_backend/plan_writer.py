@@ -1,0 +1,184 @@
+"""Write the plan of one captured size.
+
+In:  replays, values and split ops in the order in which they are captured.
+Out: a `Plan` that is called as `plan(args, rows)`, and the table that makes `rows`.
+Knows nothing of how a capture is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+
+from piecewise_backend import _torch
+from piecewise_backend.compiled import CompiledGraph
+from piecewise_backend.errors import ContractError
+from piecewise_backend.plan import Plan, Source, bind_split_op, unpack
+from piecewise_backend.sizes import Layout, SizeFunction, Sizes
+from piecewise_backend.static_inputs import StaticInputs
+from piecewise_backend.steps import Constant, Host, SplitOp, Value, reads
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowTable:
+    """What a plan needs for one token count: views of its buffers, and numbers."""
+
+    tensors: tuple[tuple[torch.Tensor, Layout], ...]
+    numbers: SizeFunction
+
+    def at(self, sizes: Sizes) -> tuple[Any, ...]:
+        """The `rows` argument of the plan for a batch of these sizes."""
+        views = (layout.rows(tensor, sizes) for tensor, layout in self.tensors)
+        return (*views, *self.numbers(sizes))
+
+
+class InputMoved(Exception):  # noqa: N818 - a signal to the runtime, not an error
+    """A bound input is no longer where it was at capture."""
+
+
+class PlanWriter:
+    """Collects the statements of a captured plan."""
+
+    def __init__(
+        self,
+        graph: CompiledGraph,
+        static_inputs: StaticInputs,
+        args: Sequence[Any],
+        sizes: Sizes,
+        has_static_outputs: bool,
+    ) -> None:
+        self.graph = graph
+        self.sizes = sizes
+        self.static_inputs = static_inputs
+        self.args = args
+        self.has_static_outputs = has_static_outputs
+        self.read_by_pieces = {name for p in graph.split.pieces for name in reads(p)}
+        self.code = Source("args, rows")
+        self.texts: dict[str, str] = {}
+        self.tensors: list[tuple[torch.Tensor, Layout]] = []
+        self.numbers: dict[sympy.Expr, int] = {}
+        self.written: set[int] = set()
+        self.positions = {item.name: i for i, item in enumerate(graph.split.inputs)}
+
+    def note_write(self, storage_address: int) -> None:
+        """A step writes to this storage; staged inputs among them are copied back."""
+        self.written.add(storage_address)
+
+    def add_replay(self, replay: Callable[[], None]) -> None:
+        """Append the replay of a captured piece."""
+        self.code.add(f"{self.code.bind(replay, 'replay_')}()")
+
+    def add_value(self, name: str, tensor: torch.Tensor) -> None:
+        """A value that stays at one address, padded; the plan uses its real rows."""
+        layout = self.graph.layouts[name]
+        if layout.is_dynamic:
+            self.texts[name] = f"r{len(self.tensors)}"
+            self.tensors.append((tensor, layout))
+        else:
+            self.texts[name] = self.code.bind(tensor, "static_")
+
+    def add_split_op(self, op: SplitOp) -> None:
+        """Append the call of a split op; what pieces read of its results goes to buffers."""
+        function = self.code.bind(bind_split_op(op, self.graph.device.type), "op_")
+        call = self.code.call(op, function, self._text)
+        results = ["_" if name is None else f"t{op.index}_{i}" for i, name in enumerate(op.outputs)]
+        if not any(op.outputs):
+            self.code.add(call)
+            return
+        targets = f"({''.join(f'{r}, ' for r in results)})" if op.returns_tuple else results[0]
+        self.code.add(f"{targets} = {call}")
+        for name, result in zip(op.outputs, results, strict=True):
+            if name in self.read_by_pieces:
+                self._copy_to_buffer(op, result, self.texts[name])
+            elif name is not None:
+                self.texts[name] = result
+
+    def _copy_to_buffer(self, op: SplitOp, result: str, buffer: str) -> None:
+        """A broadcasting copy would hide an op whose fake implementation lies."""
+        mismatch = self.code.bind(_shape_mismatch(op), "mismatch_")
+        self.code.add(f"if {result}.shape != {buffer}.shape: {mismatch}({result}, {buffer})")
+        self.code.add(f"{buffer}.copy_({result})")
+
+    def finish(self) -> tuple[Plan, RowTable]:
+        """Add the head and the tail, and compile."""
+        body, self.code.lines = self.code.lines, []
+        returned = self.code.expression(self.graph.split.outputs, self._output_text)
+        head = self._head()
+        tail = [*self._copies_back(), f"return {returned}"]
+        names = [f"r{i}" for i in range(len(self.tensors))]
+        names += [f"n{i}" for i in range(len(self.numbers))]
+        self.code.lines = [*head[:1], unpack(names, "rows"), *head[1:], *body, *tail]
+        numbers = SizeFunction(self.graph.split.symbols, tuple(self.numbers))
+        return self.code.build("plan"), RowTable(tuple(self.tensors), numbers)
+
+    def _text(self, ref: Value | Host | Constant) -> str:
+        if isinstance(ref, Host):
+            return f"n{self.numbers.setdefault(ref.expr, len(self.numbers))}"
+        if isinstance(ref, Constant):
+            return self.code.bind(ref.value)
+        if ref.name not in self.texts:
+            position = self.positions[ref.name]
+            if position in self.static_inputs.staged:
+                self._add_staged(position)
+            else:
+                self.texts[ref.name] = f"args[{position}]"
+        return self.texts[ref.name]
+
+    def _add_staged(self, position: int) -> None:
+        name = self.graph.split.inputs[position].name
+        self.add_value(name, self.static_inputs.buffer(position, self.sizes))
+
+    def _output_text(self, ref: Value | Host | Constant) -> str:
+        """An output is copied out of a buffer, unless it is the caller's or fresh already."""
+        if not isinstance(ref, Value):
+            return self._text(ref)
+        if ref.name in self.positions:
+            return f"args[{self.positions[ref.name]}]"
+        text = self._text(ref)
+        is_fresh = text.startswith("t")
+        return text if is_fresh or self.has_static_outputs else f"{text}.clone()"
+
+    def _head(self) -> list[str]:
+        bound = self.static_inputs.bound
+        lines = []
+        addresses = [self.args[i].data_ptr() for i in bound]
+        same = self.code.bind(_torch.same_addresses)
+        moved = self.code.bind(InputMoved)
+        where, at = self.code.bind(addresses), self.code.bind(list(bound))
+        lines.append(f"if not {same}(args, {where}, {at}): raise {moved}")
+        staged = self.static_inputs.staged
+        if staged:
+            buffers = [self._text(Value(self.graph.split.inputs[i].name)) for i in staged]
+            fresh = " or ".join(
+                f"args[{i}].data_ptr() != {self.static_inputs.buffer(i, self.sizes).data_ptr()}"
+                for i in staged
+            )
+            copy = self.code.bind(torch._foreach_copy_)
+            sources = ", ".join(f"args[{i}]" for i in staged)
+            lines.append(f"if {fresh}:")
+            lines.append(f"    {copy}([{', '.join(buffers)}], [{sources}])")
+        return lines
+
+    def _copies_back(self) -> list[str]:
+        """Staged inputs that a step wrote: the caller sees the new values."""
+        lines = []
+        for position in self.static_inputs.staged:
+            buffer = self.static_inputs.buffer(position, self.sizes)
+            if buffer.untyped_storage().data_ptr() in self.written:
+                name = self.graph.split.inputs[position].name
+                lines.append(f"args[{position}].copy_({self._text(Value(name))})")
+        return lines
+
+
+def _shape_mismatch(op: SplitOp) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    def report(result: torch.Tensor, buffer: torch.Tensor) -> None:
+        raise ContractError(
+            f"{op.op_name} ({op.location}) returned shape {tuple(result.shape)} but its fake "
+            f"implementation promised {tuple(buffer.shape)}; correct register_fake"
+        )
+
+    return report

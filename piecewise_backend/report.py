@@ -1,0 +1,86 @@
+"""What a compiled model did: pieces, compilations, captures, and every fallback.
+
+In:  a session.
+Out: `Report`; `str()` of it is for people.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from piecewise_backend.render import align, piece_table
+from piecewise_backend.runtime import Runtime
+from piecewise_backend.session import Session
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GraphReport:
+    """One trace of a model."""
+
+    table: str
+    """The pieces, one line each."""
+    counts: Mapping[str, int]
+    """The counters of this graph (`CompilationCounter`)."""
+    captured_sizes: tuple[int, ...]
+    """Token counts that graphs exist for, descending; 0 stands for a graph of static shapes."""
+    num_replays: int
+    """Calls served from graphs."""
+    fallbacks: Mapping[str, int]
+    """Calls served without, by reason."""
+    conditions: tuple[str, ...]
+    """What compiled versions assumed about sizes."""
+    padding_unsafe: Mapping[int, str]
+    """Sizes at which padding changes real rows, with what was observed."""
+    capture_errors: Mapping[int, str]
+    """Sizes whose capture failed, with the error."""
+    capture_seconds: float
+    """Wall time of all captures."""
+
+    def __str__(self) -> str:
+        lines = [self.table, ""]
+        lines += [f"{name}: {count}" for name, count in self.counts.items()]
+        sizes = ", ".join(map(str, self.captured_sizes)) or "none"
+        lines.append(f"captured sizes: {sizes} ({self.capture_seconds:.2f} s)")
+        lines.append(f"steps from graphs: {self.num_replays}")
+        lines += [f"steps without, {reason}: {n}" for reason, n in self.fallbacks.items()]
+        lines += [f"assumed about sizes: {condition}" for condition in self.conditions]
+        lines += [f"unsafe padding at {size}: {what}" for size, what in self.padding_unsafe.items()]
+        lines += [f"capture failed at {size}: {what}" for size, what in self.capture_errors.items()]
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """All traces of a model, oldest first."""
+
+    graphs: tuple[GraphReport, ...]
+    is_sealed: bool
+
+    def __str__(self) -> str:
+        head = f"piecewise: {len(self.graphs)} graph(s), {'sealed' if self.is_sealed else 'not sealed'}"
+        return "\n\n".join([head, *map(str, self.graphs)])
+
+
+def report_session(session: Session) -> Report:
+    """The state of a compiled model at this moment."""
+    return Report(tuple(map(_report_runtime, session.runtimes)), session.is_sealed)
+
+
+def _report_runtime(runtime: Runtime) -> GraphReport:
+    graph = runtime.graph
+    conditions = {c for v in graph.versions for version in v.compiled for c in version.conditions}
+    return GraphReport(
+        table=piece_table(graph.split, graph.instances),
+        counts=runtime.counters.counts(),
+        captured_sizes=tuple(sorted(runtime.captured, reverse=True)),
+        num_replays=runtime.statistics.num_replays,
+        fallbacks={r.value: n for r, n in runtime.statistics.fallbacks.items()},
+        conditions=tuple(sorted(conditions)),
+        padding_unsafe=dict(runtime.dispatcher.unsafe_sizes),
+        capture_errors=dict(runtime.dispatcher.failed_sizes),
+        capture_seconds=runtime.statistics.capture_seconds,
+    )
+
+
+__all__ = ["GraphReport", "Report", "align", "report_session"]

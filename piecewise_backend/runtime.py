@@ -1,0 +1,303 @@
+"""Serve the calls of one compiled graph: owns its captures, buffers and statistics.
+
+In:  a `CompiledGraph` and options.
+Out: `Runtime.call`, which Dynamo calls with the graph's arguments.
+
+The hot path is `call`: one look-up by sizes, then the plan. Everything else - a size that was
+not seen yet, capturing, falling back, another thread or stream - leaves it for a slow path.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from piecewise_backend import _torch
+from piecewise_backend.batch import CUDAGraphMode, FallbackReason
+from piecewise_backend.buffers import Arena
+from piecewise_backend.capture import CapturedSize, CaptureRequest, capture_size
+from piecewise_backend.compiled import CompiledGraph
+from piecewise_backend.config import Config
+from piecewise_backend.counters import CompilationCounter
+from piecewise_backend.dispatch import STATIC_SIZE, Dispatcher
+from piecewise_backend.dump import GraphDump
+from piecewise_backend.errors import CaptureError, ContractError
+from piecewise_backend.graphs import (
+    CudaGraphPool,
+    EmulatedGraphPool,
+    GraphPool,
+    collector_paused,
+)
+from piecewise_backend.plan import dynamic_plan
+from piecewise_backend.plan_writer import InputMoved
+from piecewise_backend.session import Session
+from piecewise_backend.sizes import SizeFunction, Sizes
+from piecewise_backend.static_inputs import StaticInputs
+from piecewise_backend.statistics import Statistics
+
+log = logging.getLogger(__name__)
+
+Args = tuple[Any, ...]
+
+# Token counts (times other sizes that only split ops see) whose views are kept.
+_MAX_PREPARED = 4096
+_NEVER_REPORTED = {FallbackReason.DISABLED, FallbackReason.NO_GRAPHS_ON_DEVICE}
+
+
+class Runtime:
+    """Plans, buffers and state of one graph."""
+
+    def __init__(
+        self,
+        graph: CompiledGraph,
+        config: Config,
+        session: Session,
+        counters: CompilationCounter,
+        dump: GraphDump,
+        example_args: Sequence[Any],
+    ) -> None:
+        self.graph = graph
+        self.config = config
+        self.counters = counters
+        self.statistics = Statistics()
+        self._session = session
+        self._dump = dump
+        self._pool = _make_pool(graph.device, config)
+        static_num_tokens = _static_num_tokens(graph, example_args)
+        self.dispatcher = Dispatcher.of(
+            graph.token_dim, config, self._pool is not None, static_num_tokens
+        )
+        self._arena = Arena(graph.device)
+        self._static_inputs: StaticInputs | None = None
+        self.captured: dict[int, CapturedSize] = {}
+        self._prepared: dict[Any, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
+        self._hits: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._owner = 0
+        plan, exprs = dynamic_plan(graph.split, graph.instances, graph.device.type)
+        self._dynamic = plan.function
+        self._dynamic_numbers = SizeFunction(graph.split.symbols, exprs)
+        self._dynamic_bindings: dict[Sizes, tuple[tuple[Any, ...], tuple[Any, ...]]] = {}
+        dump.write("plan_dynamic.py", plan.source)
+        self.call = self._make_call()
+
+    def _make_call(self) -> Callable[..., Any]:
+        """The function that Dynamo's code calls."""
+        prepared, lock, slow = self._prepared, self._lock, self._slow
+        key_of = self._key_function()
+        on_stream = self._stream_check()
+        statistics = self.statistics
+
+        def call(*args: Any) -> Any:
+            if not lock.acquire(blocking=False) and not self._wait_for_turn():
+                return self._nested(args)
+            try:
+                self._owner = threading.get_ident()
+                if on_stream is not None:
+                    on_stream()
+                ready = prepared.get(key_of(args))
+                if ready is None:
+                    return slow(args)
+                plan, rows = ready
+                try:
+                    result = plan(list(args), rows)
+                except InputMoved:
+                    return self._recover_from_move(args)
+                statistics.num_replays += 1
+                return result
+            finally:
+                self._owner = 0
+                lock.release()
+
+        return call
+
+    def _key_function(self) -> Callable[[Sequence[Any]], Any]:
+        """The symbol values of a call as a dictionary key, read by generated code."""
+        places = [place.source() for place in self.graph.token_dim.places]
+        body = places[0] if len(places) == 1 else f"({''.join(f'{p}, ' for p in places)})"
+        return eval(f"lambda args: {body}")  # type: ignore[no-any-return]
+
+    def _stream_check(self) -> Callable[[], None] | None:
+        """On CUDA: a call on another stream than the one before must wait for that one."""
+        if self.graph.device.type != "cuda":
+            return None
+        index = self.graph.device.index or 0
+        last = _torch.raw_stream(index)
+
+        def check() -> None:
+            nonlocal last
+            current = _torch.raw_stream(index)
+            if current != last:
+                earlier = torch.cuda.ExternalStream(last, device=self.graph.device)
+                torch.cuda.current_stream(self.graph.device).wait_stream(earlier)
+                last = current
+
+        return check
+
+    def _wait_for_turn(self) -> bool:
+        """Wait for the thread that is in a call; False if that is this thread itself."""
+        if self._owner == threading.get_ident():
+            return False
+        self._lock.acquire()
+        return True
+
+    def _nested(self, args: Args) -> Any:
+        """The model was called by one of its own split ops: the buffers are in use."""
+        sizes = self.graph.token_dim.read(args)
+        return self._fall_back(args, sizes, FallbackReason.NESTED_CALL)
+
+    def _slow(self, args: Args) -> Any:
+        sizes = self.graph.token_dim.read(args)
+        decision = self.dispatcher.decide(sizes)
+        if isinstance(decision, FallbackReason):
+            return self._fall_back(args, sizes, decision)
+        captured = self.captured.get(decision)
+        if captured is not None:
+            return self._prepare(captured, sizes, args)
+        return self._not_captured(args, sizes, decision)
+
+    def _prepare(self, captured: CapturedSize, sizes: Sizes, args: Args) -> Any:
+        """First batch with these sizes: make its views, keep them, and run."""
+        if len(self._prepared) >= _MAX_PREPARED:
+            self._prepared.clear()
+        with _torch.ordinary_tensors():
+            rows = captured.rows.at(sizes)
+        try:
+            result = captured.plan.function(list(args), rows)
+        except InputMoved:
+            return self._recover_from_move(args)
+        key = sizes[0] if len(sizes) == 1 else sizes
+        self._prepared[key] = (captured.plan.function, rows)
+        self.statistics.num_replays += 1
+        return result
+
+    def _not_captured(self, args: Args, sizes: Sizes, size: int) -> Any:
+        """Run without graphs; capture afterwards if it is time to."""
+        is_warming_up = self._session.is_capturing
+        if self._session.is_sealed:
+            return self._fall_back(args, sizes, FallbackReason.NOT_CAPTURED)
+        if is_warming_up or self._session.is_tracing:
+            result = self._run_dynamic(args, sizes)
+        else:
+            self.statistics.count(FallbackReason.NOT_CAPTURED)
+            result = self._run_dynamic(args, sizes)
+        self._hits[size] = self._hits.get(size, 0) + 1
+        is_due = self._hits[size] >= self.config.capture_after and not self._session.is_tracing
+        if is_warming_up or is_due:
+            self._capture(args, sizes, size)
+        return result
+
+    def _fall_back(self, args: Args, sizes: Sizes, reason: FallbackReason) -> Any:
+        if not self._session.is_tracing:
+            self._report_fallback(reason, sizes)
+        result = self._run_dynamic(args, sizes)
+        for versions in self.graph.versions:
+            if versions.violation is not None and not self._session.is_tracing:
+                self._report_fallback(FallbackReason.ASSUMPTION, sizes, versions.violation)
+                versions.violation = None
+        return result
+
+    def _report_fallback(self, reason: FallbackReason, sizes: Sizes, detail: str = "") -> None:
+        is_first = self.statistics.count(reason) == 1
+        if reason in _NEVER_REPORTED:
+            return
+        detail = detail or self.dispatcher.detail(reason, sizes)
+        message = f"piecewise: batch {sizes} runs without graphs: {reason.value}"
+        message += f" ({detail})" if detail else ""
+        if self.config.on_fallback == "raise":
+            raise ContractError(f"{message}; on_fallback='raise' makes this an error")
+        if is_first:
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+    def _run_dynamic(self, args: Args, sizes: Sizes) -> Any:
+        binding = self._dynamic_bindings.get(sizes)
+        if binding is None:
+            binding = (self._dynamic_numbers(sizes), self.graph.calls_at(sizes))
+            if self._session.is_sealed and len(self._dynamic_bindings) >= _MAX_PREPARED:
+                self._dynamic_bindings.clear()
+            self._dynamic_bindings[sizes] = binding
+        return self._dynamic(args, *binding)
+
+    def _recover_from_move(self, args: Args) -> Any:
+        """A bound input lies elsewhere now: no captured graph may be replayed again."""
+        self.captured.clear()
+        self._prepared.clear()
+        self._hits.clear()
+        sizes = self.graph.token_dim.read(args)
+        return self._fall_back(args, sizes, FallbackReason.MOVED_INPUT)
+
+    def _capture(self, args: Args, sizes: Sizes, size: int) -> None:
+        started = time.perf_counter()
+        try:
+            with collector_paused():
+                captured = capture_size(self._request(args, sizes, size))
+        except CaptureError as error:
+            self.dispatcher.failed_sizes[size] = str(error)
+            self._report_fallback(FallbackReason.CAPTURE_ERROR, sizes)
+            return
+        self.captured[size] = captured
+        if captured.padding_fault is not None:
+            self.dispatcher.unsafe_sizes[size] = captured.padding_fault
+        self.counters.add(num_cudagraph_captured=captured.num_graphs)
+        self.statistics.capture_seconds += time.perf_counter() - started
+        self._dump.write(f"plan_{size or 'static'}.py", captured.plan.source)
+        log.debug("captured size %d: %d graphs", size, captured.num_graphs)
+
+    def _request(self, args: Args, sizes: Sizes, size: int) -> CaptureRequest:
+        token_dim, table = self.graph.token_dim, self.dispatcher.table
+        largest = token_dim.padded(sizes, table.largest)
+        if self._static_inputs is None:
+            self._static_inputs = StaticInputs.of(self.graph, self._arena, largest)
+        fewest = size if size == STATIC_SIZE else table.smallest_padded(size)
+        assert self._pool is not None
+        return CaptureRequest(
+            graph=self.graph,
+            pool=self._pool,
+            arena=self._arena,
+            static_inputs=self._static_inputs,
+            args=args,
+            sizes=token_dim.padded(sizes, size),
+            fewest=token_dim.padded(sizes, fewest),
+            largest=largest,
+            num_warmups=self.config.cudagraph_num_of_warmups,
+            has_static_outputs=self.config.outputs == "static",
+        )
+
+    def seal(self) -> None:
+        """Compile nothing any more: a violated assumption runs a piece as traced."""
+        for versions in self.graph.versions:
+            versions.is_sealed = True
+
+    def unseal(self) -> None:
+        """Allow compiling again."""
+        for versions in self.graph.versions:
+            versions.is_sealed = False
+
+
+def _make_pool(device: torch.device, config: Config) -> GraphPool | None:
+    if config.cudagraph_mode is CUDAGraphMode.NONE:
+        return None
+    if config.graph_impl == "emulated":
+        return EmulatedGraphPool(device)
+    if device.type == "cuda":
+        return CudaGraphPool(device)
+    if config.graph_impl == "cuda":
+        raise ContractError(
+            f"graph_impl='cuda' but the graph is on {device}; move the model to a CUDA device, "
+            "or use graph_impl='emulated'"
+        )
+    return None
+
+
+def _static_num_tokens(graph: CompiledGraph, args: Sequence[Any]) -> int:
+    """What a graph without varying dimensions takes for tokens: the first input's rows."""
+    for item, value in zip(graph.split.inputs, args, strict=True):
+        if not item.is_static and isinstance(value, torch.Tensor) and value.dim() > 0:
+            return value.size(0)
+    return 1

@@ -1,0 +1,73 @@
+"""What belongs to one call of `torch.compile`: its runtimes, and the phase they are in.
+
+Dynamo may trace a model more than once; each trace has a runtime of its own, all share the
+session. The session hangs on torch's own object for the compile call, so it lives as long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from piecewise_backend._torch import CompileScope
+
+if TYPE_CHECKING:
+    from piecewise_backend.runtime import Runtime
+
+_ATTRIBUTE = "_piecewise_session"
+
+
+class Session:
+    """State shared by the runtimes of one compiled model."""
+
+    def __init__(self) -> None:
+        self.is_sealed = False
+        """Nothing may compile or capture any more."""
+        self.is_tracing = False
+        """Warm-up runs the model to have it traced and compiled: captures wait."""
+        self.is_capturing = False
+        """Warm-up runs the model to have the size of the call captured."""
+        self._runtimes: list[weakref.ref[Runtime]] = []
+
+    @classmethod
+    def of(cls, scope: CompileScope | None) -> Session:
+        """The session of a compile call; a new one for a backend that was called directly."""
+        if scope is None:
+            return cls()
+        session = getattr(scope, _ATTRIBUTE, None)
+        if session is None:
+            session = cls()
+            setattr(scope, _ATTRIBUTE, session)
+        return session
+
+    def add(self, runtime: Runtime) -> None:
+        """A new trace."""
+        self._runtimes.append(weakref.ref(runtime))
+
+    @property
+    def runtimes(self) -> list[Runtime]:
+        """The runtimes that are alive: one per trace."""
+        return [runtime for ref in self._runtimes if (runtime := ref()) is not None]
+
+    def seal(self) -> None:
+        """Freeze: from now on nothing compiles or captures."""
+        self.is_sealed = True
+        for runtime in self.runtimes:
+            runtime.seal()
+
+    def unseal(self) -> None:
+        """Allow compiling and capturing again."""
+        self.is_sealed = False
+        for runtime in self.runtimes:
+            runtime.unseal()
+
+    @contextlib.contextmanager
+    def phase(self, *, tracing: bool = False, capturing: bool = False) -> Iterator[None]:
+        """Calls inside belong to warm-up."""
+        self.is_tracing, self.is_capturing = tracing, capturing
+        try:
+            yield
+        finally:
+            self.is_tracing = self.is_capturing = False
