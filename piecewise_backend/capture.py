@@ -203,6 +203,7 @@ class _Capture:
                     self._dynamic_layout(Value(name)) for name in instance.piece.outputs
                 ],
                 mutated=self.graph.facts[instance.distinct.index].mutated,
+                undefined=self.graph.facts[instance.distinct.index].undefined,
                 tokens=self.request.fewest,
             )
         )

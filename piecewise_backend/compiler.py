@@ -79,7 +79,7 @@ class InductorCompiler:
         for ref in piece.inputs:
             if isinstance(ref, Host):
                 symbols[ref.expr] = env.symbol(next(hints))
-        with _torch.ordinary_tensors(), env.fake_mode:
+        with _torch.one_trace_for_all_sizes(), _torch.ordinary_tensors(), env.fake_mode:
             inputs = fake_inputs(
                 piece,
                 number=lambda expr: env.symint(expr.xreplace(symbols)),

@@ -27,7 +27,6 @@ _ALLOCATIONS = {
     "aten::empty_strided",
     "aten::new_empty",
     "aten::new_empty_strided",
-    "aten::detach",
 }
 
 
@@ -41,6 +40,8 @@ class PieceFacts:
     """False if it only allocates or takes views: an empty graph would be captured."""
     devices: frozenset[torch.device]
     """Devices of the tensors it touches."""
+    undefined: frozenset[int]
+    """Positions of the outputs that it allocates and never writes: a split op will."""
 
 
 class _KernelRecorder(TorchDispatchMode):
@@ -50,6 +51,7 @@ class _KernelRecorder(TorchDispatchMode):
         super().__init__()
         self.has_kernels = False
         self.devices: set[torch.device] = set()
+        self.allocated: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -59,7 +61,9 @@ class _KernelRecorder(TorchDispatchMode):
             out.alias_info is not None and not out.alias_info.is_write
             for out in func._schema.returns
         )
-        if not is_view and func._schema.name not in _ALLOCATIONS:
+        if func._schema.name in _ALLOCATIONS:
+            self.allocated.add(result.untyped_storage()._cdata)
+        elif not is_view:
             self.has_kernels = True
         leaves = result if isinstance(result, tuple | list) else (result,)
         self.devices |= {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
@@ -78,7 +82,12 @@ def find_facts(piece: DistinctPiece, token_dim: TokenDim, sizes: Sizes) -> Piece
         tensors = {i: x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
         before = {i: x._version for i, x in tensors.items()}
         with _KernelRecorder() as recorder:
-            piece.module.forward(*inputs)
+            outputs = piece.module.forward(*inputs)
     mutated = frozenset(i for i, x in tensors.items() if x._version != before[i])
     devices = recorder.devices | {x.device for x in tensors.values()}
-    return PieceFacts(mutated, recorder.has_kernels, frozenset(devices))
+    undefined = frozenset(
+        position
+        for position, output in enumerate(outputs)
+        if output.untyped_storage()._cdata in recorder.allocated and output._version == 0
+    )
+    return PieceFacts(mutated, recorder.has_kernels, frozenset(devices), undefined)

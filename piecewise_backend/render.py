@@ -7,6 +7,7 @@ Out: text for dumps, reports and tests.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,13 +43,19 @@ def piece_table(split: SplitGraph, instances: Sequence[Instance]) -> str:
     distinct = {instance.piece.index: instance.distinct.index for instance in instances}
     rows = [("step", "kind", "distinct", "nodes", "returns")]
     for step in split.steps:
-        returns = ", ".join(type_text(step.examples[name]) for name in step.outputs if name)
+        returns = _grouped([type_text(step.examples[name]) for name in step.outputs if name])
         if isinstance(step, Piece):
             nodes = sum(n.op not in ("placeholder", "output") for n in step.module.graph.nodes)
             rows.append((str(step.index), "piece", str(distinct[step.index]), str(nodes), returns))
         else:
             rows.append((str(step.index), f"split op {step.op_name}", "", "1", returns or "-"))
     return align(rows)
+
+
+def _grouped(types: Sequence[str]) -> str:
+    """`2 x float32[s0, 64], float32[s0, 8]`"""
+    counts = Counter(types)
+    return ", ".join(f"{n} x {text}" if n > 1 else text for text, n in counts.items())
 
 
 def align(rows: Sequence[Sequence[str]]) -> str:
