@@ -22,6 +22,7 @@ from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
 from torch._library.custom_ops import OPDEFS
+from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, guard_scalar
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -213,6 +214,27 @@ class SizeEnv:
         return str(self.shape_env.guards[-1].sloc) if self.shape_env.guards else ""
 
 
+@contextlib.contextmanager
+def _views_for_every_size() -> Iterator[None]:
+    """Inductor computes strides of views without asking whether a size is 1.
+
+    Its lowering asks, though the strides for any other size serve 1 as well; each asking
+    restricts the version to sizes of at least 2, and one token would need a second compile.
+    Ends when `torch._inductor.ir.View` passes size_oblivious=True for backed sizes too.
+    """
+    original = fake_impls._compute_stride
+
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        stride = original(*args, **(kwargs | {"size_oblivious": True}))
+        return original(*args, **kwargs) if stride is None else stride
+
+    fake_impls._compute_stride = compute
+    try:
+        yield
+    finally:
+        fake_impls._compute_stride = original
+
+
 def compile_with_inductor(
     module: fx.GraphModule,
     inputs: Sequence[object],
@@ -225,7 +247,8 @@ def compile_with_inductor(
     `aot=True` gives an artifact that holds all it needs.
     """
     with (
-        _symbolic_config.patch(backed_size_oblivious=True),
+        one_trace_for_all_sizes(),
+        _views_for_every_size(),
         tracing(TracingContext(env.fake_mode)),
     ):
         return torch._inductor.standalone_compile(
@@ -279,16 +302,15 @@ def borrowed_storage(memory: Tensor, num_bytes: int) -> torch.UntypedStorage:
 
 
 def _same_addresses_in_python(
-    tensors: list[Any], addresses: list[int], indices: list[int]
+    values: list[Any], addresses: list[int | None], indices: list[int]
 ) -> bool:
-    pairs = zip(indices, addresses, strict=True)
-    return all(tensors[index].data_ptr() == address for index, address in pairs)
+    return all(values[index].data_ptr() == addresses[index] for index in indices)
 
 
-same_addresses: Callable[[list[Any], list[int], list[int]], bool] = getattr(
+same_addresses: Callable[[list[Any], list[int | None], list[int]], bool] = getattr(
     torch._C, "_tensors_data_ptrs_at_indices_equal", _same_addresses_in_python
 )
-"""Do the tensors at these indices lie at these addresses? In C++ where torch has CUDA."""
+"""Does `values[i]` lie at `addresses[i]`, for these indices? In C++ where torch has CUDA."""
 
 
 def raw_stream(device_index: int) -> int:

@@ -61,12 +61,15 @@ class _KernelRecorder(TorchDispatchMode):
             out.alias_info is not None and not out.alias_info.is_write
             for out in func._schema.returns
         )
+        leaves = result if isinstance(result, tuple | list) else (result,)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        # Asking a fake tensor for its device, as below, is a call of `prim::device`.
+        is_query = not tensors and not func._schema.is_mutable
         if func._schema.name in _ALLOCATIONS:
             self.allocated.add(result.untyped_storage()._cdata)
-        elif not is_view:
+        elif not is_view and not is_query:
             self.has_kernels = True
-        leaves = result if isinstance(result, tuple | list) else (result,)
-        self.devices |= {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        self.devices |= {tensor.device for tensor in tensors}
         return result
 
 

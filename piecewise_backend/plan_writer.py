@@ -145,7 +145,8 @@ class PlanWriter:
     def _head(self) -> list[str]:
         bound = self.static_inputs.bound
         lines = []
-        addresses = [self.args[i].data_ptr() for i in bound]
+        is_bound = set(bound)
+        addresses = [x.data_ptr() if i in is_bound else None for i, x in enumerate(self.args)]
         same = self.code.bind(_torch.same_addresses)
         moved = self.code.bind(InputMoved)
         where, at = self.code.bind(addresses), self.code.bind(list(bound))

@@ -1,0 +1,37 @@
+"""Every test starts with nothing traced, and leaves no registration behind."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._inductor.utils import fresh_cache
+
+from piecewise_backend import registry
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _cheap_collections() -> None:
+    """Captures collect garbage; torch's own million objects are none."""
+    torch.compile(torch.sin, backend="eager")(torch.ones(2))
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_carried_over() -> Iterator[None]:
+    """No code of an earlier test, and the splitting ops that were registered before."""
+    torch._dynamo.reset()
+    registered = dict(registry._registered)
+    try:
+        yield
+    finally:
+        registry._registered.clear()
+        registry._registered.update(registered)
+
+
+@pytest.fixture
+def inductor_cache() -> Iterator[None]:
+    """For tests that compile with Inductor: no kernel of an earlier run."""
+    with fresh_cache():
+        yield
