@@ -121,7 +121,9 @@ def _from_env(environ: Mapping[str, str]) -> dict[str, Any]:
             continue
         name = variable.removeprefix(_ENV_PREFIX).lower()
         if name not in known:
-            raise ConfigError(f"environment variable {variable} sets no option{_nearest(name, known)}")
+            raise ConfigError(
+                f"environment variable {variable} sets no option{_nearest(name, known)}"
+            )
         values[name] = _parse(name, text, variable)
     return values
 

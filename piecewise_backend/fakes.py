@@ -20,9 +20,7 @@ from piecewise_backend.steps import Constant, Host, Value
 Number = Callable[[sympy.Expr], Any]
 
 
-def fake_inputs(
-    piece: DistinctPiece, number: Number, constant: Callable[[int], Any]
-) -> list[Any]:
+def fake_inputs(piece: DistinctPiece, number: Number, constant: Callable[[int], Any]) -> list[Any]:
     """The inputs of `piece`; call it with the wanted fake mode active.
 
     Args:

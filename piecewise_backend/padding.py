@@ -91,11 +91,15 @@ def sizes_in_arithmetic(module: fx.GraphModule, num_sizes: int) -> str | None:
 def _pad(padded: PaddedCall, *, poison: bool) -> list[Any]:
     """Copies whose padded rows repeat a real row, or are NaN where NaN exists."""
     inputs = []
-    for position, (value, layout) in enumerate(zip(padded.inputs, padded.input_layouts, strict=True)):
+    for position, (value, layout) in enumerate(
+        zip(padded.inputs, padded.input_layouts, strict=True)
+    ):
         if layout is None:
             inputs.append(value.clone() if position in padded.mutated else value)
             continue
-        copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        copy = torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device=value.device
+        )
         real = layout.rows(value, padded.tokens)
         if poison and copy.is_floating_point():
             copy.fill_(float("nan"))

@@ -142,7 +142,9 @@ def dynamic_plan(
 
     by_index = {instance.piece.index: i for i, instance in enumerate(instances)}
     for step in split.steps:
-        results = ["_" if name is None else f"v{step.index}_{i}" for i, name in enumerate(step.outputs)]
+        results = [
+            "_" if name is None else f"v{step.index}_{i}" for i, name in enumerate(step.outputs)
+        ]
         if isinstance(step, SplitOp):
             function = code.bind(bind_split_op(step, device_type), "op_")
             call = code.call(step, function, leaf)
@@ -165,7 +167,11 @@ def dynamic_plan(
 def _assign(results: Sequence[str], call: str, is_packed: bool) -> str:
     if not results or all(result == "_" for result in results):
         return call
-    return f"({''.join(f'{r}, ' for r in results)}) = {call}" if is_packed else f"{results[0]} = {call}"
+    return (
+        f"({''.join(f'{r}, ' for r in results)}) = {call}"
+        if is_packed
+        else f"{results[0]} = {call}"
+    )
 
 
 def _host_exprs(split: SplitGraph, instances: Sequence[Instance]) -> dict[sympy.Expr, int]:

@@ -155,4 +155,3 @@ def _check_exists(name: str) -> None:
             f"splitting op {name!r} does not exist; {hint} "
             "Import the library that defines it before registering it"
         )
-

@@ -96,7 +96,9 @@ def _render_piece(piece: Piece) -> str:
 
 
 def _render_stitching(split: SplitGraph) -> str:
-    inputs = [f"    {item.name},  # {type_text(item.example)}  {item.source}" for item in split.inputs]
+    inputs = [
+        f"    {item.name},  # {type_text(item.example)}  {item.source}" for item in split.inputs
+    ]
     lines = ["def computation_graph(", *inputs, "):"]
     lines += [f"    {line}" for step in split.steps for line in _render_step(step)]
     lines.append(f"    return {_text(split.outputs)}")

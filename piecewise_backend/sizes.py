@@ -130,7 +130,9 @@ class SizeFunction:
         names = {symbol: f"s{i}" for i, symbol in enumerate(symbols)}
         body = "".join(f"{_torch.expr_source(expr, names)}, " for expr in exprs)
         source = f"lambda {', '.join(names.values())}: ({body})"
-        self._function: Callable[..., tuple[Any, ...]] = eval(source, {"math": math, "torch": torch})
+        self._function: Callable[..., tuple[Any, ...]] = eval(
+            source, {"math": math, "torch": torch}
+        )
 
     def __call__(self, sizes: Sizes) -> tuple[Any, ...]:
         """The values of the expressions."""

@@ -206,7 +206,9 @@ class _PieceBuilder:
         return list(found)
 
     def _host_symbols(self) -> list[sympy.Symbol]:
-        hosts = [_torch.example_of(source) for node in self.nodes for source in node.all_input_nodes]
+        hosts = [
+            _torch.example_of(source) for node in self.nodes for source in node.all_input_nodes
+        ]
         return _symbols_of([value for value in hosts if _is_host(value)])
 
     def _copy(self, node: fx.Node) -> fx.Node:
@@ -291,7 +293,10 @@ def _refuse_data_dependence(gm: fx.GraphModule, bound: frozenset[sympy.Symbol]) 
                 )
 
 
-_REGION_OPENS = {torch.amp.autocast_mode._enter_autocast: 1, torch.amp.autocast_mode._exit_autocast: -1}
+_REGION_OPENS = {
+    torch.amp.autocast_mode._enter_autocast: 1,
+    torch.amp.autocast_mode._exit_autocast: -1,
+}
 
 
 def _refuse_open_regions(nodes: list[fx.Node]) -> None:

@@ -86,7 +86,9 @@ class SplitOp:
 
     def values(self) -> tuple[Value, ...]:
         """The tensors among its arguments, in order."""
-        return tuple(leaf for leaf in leaves_of((self.args, self.kwargs)) if isinstance(leaf, Value))
+        return tuple(
+            leaf for leaf in leaves_of((self.args, self.kwargs)) if isinstance(leaf, Value)
+        )
 
 
 Step = Piece | SplitOp

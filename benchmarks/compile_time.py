@@ -1,0 +1,143 @@
+"""How long is the first call, against `torch.compile`?
+
+In:  nothing.
+Out: seconds from `torch.compile(model)` to the first result, of ours and of the default backend,
+     at 32 layers (bar: ours <= 0.3 x) and at 8.
+
+Each sample is a process of its own with empty Inductor and Triton caches. The model has been
+run eagerly before, so that libraries are loaded and the attention kernel is compiled: what is
+timed is the trace, the compilation and one step. Ours is traced for every batch size, the
+default for the one of the call.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import piecewise_backend as pw
+from benchmarks.child import report_to_parent, run_child
+from benchmarks.measure import RESULTS, Results, Row, print_table, say, synchronize
+from benchmarks.workload import SHAPES, Workload, shape
+from piecewise_backend.backend import piecewise
+
+MODULE = "benchmarks.compile_time"
+WAYS = ("piecewise", "torch.compile")
+DEPTHS = (32, 8)
+QUICK_DEPTHS = (2,)
+BATCH = 16
+COLUMNS = ("what", "median_s", "samples_s", "import_and_eager_s")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark."""
+    args = parse_args(argv)
+    if args.child:
+        with torch.no_grad():
+            report_to_parent(measure(args))
+        return 0
+    results = Results("compile_time", torch.device(args.device), args.output)
+    for layers in QUICK_DEPTHS if args.quick else DEPTHS:
+        compare(layers, args, results)
+    say(results.summary())
+    return 0
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; `--child` and what follows it are for `main` itself."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, one sample")
+    parser.add_argument("--samples", type=int, help="processes per way at 32 layers")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--timeout", type=float, default=240, help="seconds for each process")
+    parser.add_argument("--child", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    args.samples = args.samples or (1 if args.quick else 2)
+    folder = Path(tempfile.mkdtemp(prefix="benchmarks-")) if args.quick else RESULTS
+    args.output = args.output or folder / "compile_time.json"
+    return args
+
+
+def compare(layers: int, args: argparse.Namespace, results: Results) -> None:
+    """Both ways at one depth, in turns; only the depth of the bar is sampled repeatedly."""
+    samples: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    for _ in range(args.samples if layers == DEPTHS[0] else 1):
+        for way in WAYS:
+            samples[way].append(_run(way, layers, args))
+            say(f"{way}, {layers} layers: {samples[way][-1]}")
+    rows = [_row(f"{way}, {layers} layers", found) for way, found in samples.items()]
+    results.add(*({"layers": layers, **row} for row in rows))
+    print_table(rows, COLUMNS)
+    ours, default = rows
+    if "skipped" in ours or "skipped" in default:
+        return
+    ratio = ours["median_s"] / default["median_s"]
+    say(f"  {layers} layers: ours / torch.compile = {ratio:.3f}")
+    if layers == DEPTHS[0]:
+        name = f"first call, {layers} layers: ours / torch.compile"
+        results.bar(name, ratio, 0.3)
+
+
+def _run(way: str, layers: int, args: argparse.Namespace) -> dict[str, Any]:
+    """One sample, with caches that nobody has used."""
+    given = ["--child", way, "--layers", str(layers), "--device", args.device]
+    given += ["--quick"] if args.quick else []
+    with tempfile.TemporaryDirectory(prefix="benchmarks-cache-") as folder:
+        env = {
+            "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+            "TRITON_CACHE_DIR": f"{folder}/triton",
+        }
+        return run_child(MODULE, given, env=env, timeout=args.timeout)
+
+
+def _row(what: str, found: Sequence[dict[str, Any]]) -> Row:
+    done = [sample for sample in found if "skipped" not in sample]
+    if not done:
+        return {"what": what, "skipped": found[0]["skipped"]}
+    seconds = [sample["seconds"] for sample in done]
+    return {
+        "what": what,
+        "median_s": statistics.median(seconds),
+        "samples_s": seconds,
+        "import_and_eager_s": done[0]["eager_seconds"],
+        "compiles": done[0]["compiles"],
+    }
+
+
+def measure(args: argparse.Namespace) -> Row:
+    """In a child: the first call."""
+    device = torch.device(args.device)
+    started = time.perf_counter()
+    config = SHAPES["32x1024"] if args.layers == 32 else shape(args.layers, 1024)
+    if args.quick:
+        config = shape(args.layers, 64, head_dim=16, num_kv_heads=2)
+    workload = Workload.build(config, device, 20)
+    inputs = workload.decode_inputs(BATCH)
+    pw.register_splitting_op("example::paged_attention")
+    workload.model(*inputs)
+    synchronize(device)
+    eager_seconds = time.perf_counter() - started
+    if args.child == "piecewise":
+        for rows in inputs:
+            torch._dynamo.mark_dynamic(rows, 0)
+    backend = piecewise if args.child == "piecewise" else "inductor"
+    started = time.perf_counter()
+    compiled = torch.compile(workload.model, backend=backend, fullgraph=True)
+    compiled(*inputs)
+    synchronize(device)
+    return {
+        "seconds": round(time.perf_counter() - started, 3),
+        "eager_seconds": round(eager_seconds, 3),
+        "compiles": pw.compilation_counter.num_inductor_compiles,
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

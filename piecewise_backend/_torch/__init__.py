@@ -1,0 +1,66 @@
+"""The only door to private torch API, and the only place that knows of torch versions.
+
+Each entry says why it exists and what would end it. Run on torch 2.11, 2.13 and 2.14.
+Knows nothing of this package: it imports torch and nothing else.
+"""
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from piecewise_backend._torch.dynamo import (
+    CompileScope,
+    UnwrappedByDynamo,
+    calling_scope,
+    example_of,
+    is_static_input,
+    scope_of,
+    source_name,
+)
+from piecewise_backend._torch.inductor import compile_with_inductor, mode_patches
+from piecewise_backend._torch.memory import (
+    borrowed_storage,
+    bound_replay,
+    ordinary_tensors,
+    raw_stream,
+    same_addresses,
+    weak_view,
+)
+from piecewise_backend._torch.operators import kernel_below_dispatcher, operator_names
+from piecewise_backend._torch.symbols import (
+    SizeEnv,
+    emit_expr,
+    expr_source,
+    hint_of,
+    number_of,
+    one_trace_for_all_sizes,
+    size_expr,
+)
+
+__all__ = [
+    "CompileScope",
+    "FakeTensorMode",
+    "SizeEnv",
+    "StorageWeakRef",
+    "UnwrappedByDynamo",
+    "borrowed_storage",
+    "bound_replay",
+    "calling_scope",
+    "compile_with_inductor",
+    "emit_expr",
+    "example_of",
+    "expr_source",
+    "hint_of",
+    "is_static_input",
+    "kernel_below_dispatcher",
+    "mode_patches",
+    "number_of",
+    "one_trace_for_all_sizes",
+    "operator_names",
+    "ordinary_tensors",
+    "raw_stream",
+    "same_addresses",
+    "scope_of",
+    "size_expr",
+    "source_name",
+    "weak_view",
+]

@@ -1,0 +1,84 @@
+"""What Dynamo knows about a trace and does not tell a backend."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
+from torch._dynamo.exc import ShortenTraceback
+
+
+class UnwrappedByDynamo(ShortenTraceback):
+    """An exception that Dynamo hands to the caller as it is.
+
+    Anything else raised in a backend arrives as `BackendCompilerFailed`, and
+    `except ConfigError` would never match. Ends when Dynamo keeps the original type.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, first_useful_frame=None)
+
+
+class CompileScope(Protocol):
+    """What one call of `torch.compile` made: torch's wrapper around our backend."""
+
+    kwargs: dict[str, Any]
+
+
+def calling_scope() -> CompileScope | None:
+    """The `torch.compile` call on whose behalf the running backend was called.
+
+    Dynamo passes a backend no handle of it; its wrapper is one of our callers. None when the
+    backend was called directly. Ends when the backend protocol carries a compile id.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch._TorchCompileWrapper):
+            return owner
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def scope_of(compiled: object) -> CompileScope | None:
+    """The same object as `calling_scope`, found from what `torch.compile` returned.
+
+    Takes an OptimizedModule, a compiled function, or a module on which `.compile()` was
+    called; None for anything else.
+    """
+    if isinstance(compiled, OptimizedModule):
+        contexts: list[object] = [compiled.dynamo_ctx]
+    else:
+        function = getattr(compiled, "_compiled_call_impl", None) or compiled
+        contexts = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    for context in contexts:
+        callback = getattr(context, "callback", None)
+        if callable(callback):
+            scope = innermost_backend(callback)
+            if isinstance(scope, torch._TorchCompileWrapper):
+                return scope
+    return None
+
+
+def example_of(node: fx.Node) -> object:
+    """The fake tensor or symbolic number that Dynamo recorded for a node, or None."""
+    return node.meta.get("example_value")
+
+
+def source_name(node: fx.Node) -> str:
+    """How the user's program names a graph input: `L['self'].weight`, else the node's name.
+
+    Only there while Dynamo calls the backend; `name` is a method before torch 2.13.
+    """
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    name = getattr(source, "name", None)
+    return str(name() if callable(name) else name) if name is not None else node.name
+
+
+def is_static_input(node: fx.Node) -> bool:
+    """Dynamo promises that this input keeps its address (a parameter, buffer or module state)."""
+    marked = node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type")
+    return marked is not None or "L['self']" in source_name(node)

@@ -1,0 +1,66 @@
+"""Compile one graph with Inductor."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch._inductor
+from torch import fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses import fake_impls
+
+from piecewise_backend._torch.symbols import SizeEnv, one_trace_for_all_sizes
+
+
+@contextlib.contextmanager
+def _views_for_every_size() -> Iterator[None]:
+    """Inductor computes strides of views without asking whether a size is 1.
+
+    Its lowering asks, though the strides for any other size serve 1 as well; each asking
+    restricts the version to sizes of at least 2, and one token would need a second compile.
+    Ends when `torch._inductor.ir.View` passes size_oblivious=True for backed sizes too.
+    """
+    original = fake_impls._compute_stride
+
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        stride = original(*args, **(kwargs | {"size_oblivious": True}))
+        return original(*args, **kwargs) if stride is None else stride
+
+    fake_impls._compute_stride = compute
+    try:
+        yield
+    finally:
+        fake_impls._compute_stride = original
+
+
+def compile_with_inductor(
+    module: fx.GraphModule,
+    inputs: Sequence[object],
+    env: SizeEnv,
+    patches: Mapping[str, object],
+) -> Callable[..., Any]:
+    """Compile a piece with Inductor; `inputs` are fakes and SymInts of `env`.
+
+    Returns a callable that takes the piece's inputs and returns a sequence of tensors.
+    `aot=True` gives an artifact that holds all it needs.
+    """
+    with (
+        one_trace_for_all_sizes(),
+        _views_for_every_size(),
+        tracing(TracingContext(env.fake_mode)),
+    ):
+        return torch._inductor.standalone_compile(
+            module,
+            list(inputs),
+            dynamic_shapes="from_tracing_context",
+            options={"config_patches": dict(patches)},
+            aot=True,
+        )
+
+
+def mode_patches(mode: str) -> dict[str, object]:
+    """The Inductor options that a `torch.compile` mode string stands for."""
+    return dict(torch._inductor.list_mode_options(mode))

@@ -1,0 +1,61 @@
+"""Addresses and lifetimes of tensors, CUDA streams and graphs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def weak_view(tensor: Tensor) -> Tensor:
+    """The same memory, without keeping it alive.
+
+    Graph outputs stay readable as long as their pool exists, but must not stop the pool from
+    reusing them in the next capture. torch has no public non-owning tensor.
+    """
+    storage = tensor.untyped_storage()
+    alias = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), tensor.device, storage.nbytes()
+    )
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+        alias, tensor.storage_offset(), tensor.shape, tensor.stride()
+    )
+
+
+def borrowed_storage(memory: Tensor, num_bytes: int) -> torch.UntypedStorage:
+    """A storage over the first bytes of `memory` that does not own them."""
+    return torch._C._construct_storage_from_data_pointer(
+        memory.data_ptr(), memory.device, num_bytes
+    )
+
+
+def _same_addresses_in_python(
+    values: list[Any], addresses: list[int | None], indices: list[int]
+) -> bool:
+    return all(values[index].data_ptr() == addresses[index] for index in indices)
+
+
+same_addresses: Callable[[list[Any], list[int | None], list[int]], bool] = getattr(
+    torch._C, "_tensors_data_ptrs_at_indices_equal", _same_addresses_in_python
+)
+"""Does `values[i]` lie at `addresses[i]`, for these indices? In C++ where torch has CUDA."""
+
+
+def raw_stream(device_index: int) -> int:
+    """The current CUDA stream as a number; the public way costs a microsecond."""
+    return torch._C._cuda_getCurrentRawStream(device_index)
+
+
+def bound_replay(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
+    """`graph.replay` without its Python wrapper, which does nothing we need."""
+    return torch._C._CUDAGraph.replay.__get__(graph)  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Tensors made inside can be written both in and outside of inference mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
