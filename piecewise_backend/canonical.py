@@ -57,8 +57,7 @@ def identify(pieces: Sequence[Piece]) -> tuple[Instance, ...]:
     for position, description in enumerate(described):
         groups.setdefault(description.skeleton, []).append(position)
     instances: dict[int, Instance] = {}
-    index = 0
-    for skeleton, members in groups.items():
+    for index, (skeleton, members) in enumerate(groups.items()):
         varying = _varying_slots([described[m].slots for m in members])
         first = described[members[0]]
         kept = tuple(s.typed for i, s in enumerate(first.slots) if i not in varying)
@@ -72,7 +71,6 @@ def identify(pieces: Sequence[Piece]) -> tuple[Instance, ...]:
                 index, module, inputs, pieces[member].examples, key
             )
             instances[member] = Instance(pieces[member], distinct, inputs)
-        index += 1
     return tuple(instances[position] for position in range(len(pieces)))
 
 

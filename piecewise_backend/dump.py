@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+from piecewise_backend.canonical import Instance
 from piecewise_backend.render import render_split_graph
 from piecewise_backend.steps import SplitGraph
-from piecewise_backend.canonical import Instance
 
 _HEADER = (
     "# Written by piecewise_backend. Names r0, r1, ...: rows of static buffers; k0, ...: bound.\n"

@@ -58,7 +58,7 @@ def fake_inputs(piece: DistinctPiece, number: Number, constant: Callable[[int], 
 
 
 def _storage(example: torch.Tensor) -> int:
-    return example.untyped_storage()._cdata
+    return int(example.untyped_storage()._cdata)
 
 
 def _extent(example: torch.Tensor) -> sympy.Expr:

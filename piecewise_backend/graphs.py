@@ -120,7 +120,8 @@ class EmulatedGraphPool:
         def replay() -> None:
             for target, value in zip(static, function(*addresses), strict=True):
                 if target.data_ptr() != value.data_ptr():
-                    target.copy_(value)
+                    # The whole storage: an expanded output could not be written element-wise.
+                    target.untyped_storage().copy_(value.untyped_storage())
 
         return CapturedGraph(replay, outputs, replay)
 

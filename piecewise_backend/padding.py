@@ -3,17 +3,17 @@
 In:  a compiled piece, its inputs at a capture size, and a smaller token count.
 Out: None if padding is safe, else what was observed.
 
-The piece runs on two copies of the inputs whose padded rows differ - plain values in one, NaN
-in the other. The real rows of the outputs must agree to the bit, or some row depends on
-padding. They must also be near what the piece gives without padding, or they depend on the
-size itself. A size used as a number in arithmetic is refused unseen: at 497 of 512 tokens the
+The piece runs on copies of the inputs whose padded rows differ: a real row, NaN, large and small
+values. The real rows of the outputs, and of the inputs that the piece writes, must agree to the
+bit, or some row depends on padding. They must also be near what the piece gives without padding,
+or they depend on the size itself. A size used as a number in arithmetic is refused unseen: at 497 of 512 tokens the
 difference could pass for rounding.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,9 @@ from piecewise_backend.sizes import Layout, Sizes
 # Relative to the largest magnitude of the output; a layout or scale that is wrong is far above.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _HALF_TOLERANCE = 0.05
+
+Fill = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Makes values for a whole padded input, given that and its real rows."""
 
 _ARITHMETIC = {
     *("add", "sub", "mul", "div", "truediv", "floordiv", "pow", "mod", "rsub", "true_divide"),
@@ -58,17 +61,46 @@ class PaddedCall:
 
 def find_padding_fault(padded: PaddedCall) -> str | None:
     """What padding does to real rows, or None if nothing."""
-    calm = _real_rows(padded, padded.call(*_pad(padded, poison=False)))
-    poisoned = _real_rows(padded, padded.call(*_pad(padded, poison=True)))
-    exact = _real_rows(padded, padded.exact_call(*_cut(padded)))
-    for position, (a, b, c) in enumerate(zip(calm, poisoned, exact, strict=True)):
+    if fault := _overlapping_inputs(padded):
+        return fault
+    exact = _run(padded, padded.exact_call, _cut(padded))
+    runs = [_run(padded, padded.call, _pad(padded, fill)) for fill in _FILLS]
+    for position, (c, *filled) in enumerate(zip(exact, *runs, strict=True)):
         if position in padded.undefined:
             continue
-        if not _same(a, b):
-            return f"real rows of output {position} depend on the padded rows"
-        if a.shape != c.shape or not _near(a, c):
-            return f"output {position} depends on the padded size"
+        where = _name(padded, position)
+        if not all(_same(filled[0], other) for other in filled[1:]):
+            return f"real rows of {where} depend on the padded rows"
+        if filled[0].shape != c.shape or not _near(filled[0], c):
+            return f"{where} depends on the padded size"
     return None
+
+
+def _overlapping_inputs(padded: PaddedCall) -> str | None:
+    """Copies of inputs that overlap would not; so a write to one of them cannot be tried."""
+    spans = {
+        i: (x.data_ptr(), x.data_ptr() + _span_bytes(x))
+        for i, x in enumerate(padded.inputs)
+        if isinstance(x, torch.Tensor) and x.numel()
+    }
+    for i in sorted(padded.mutated & spans.keys()):
+        start, end = spans[i]
+        for j, (other_start, other_end) in spans.items():
+            if i != j and start < other_end and other_start < end:
+                return f"input {i} is written and shares memory with input {j}"
+    return None
+
+
+def _span_bytes(tensor: torch.Tensor) -> int:
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (sum((size - 1) * step for size, step in steps) + 1) * tensor.element_size()
+
+
+def _name(padded: PaddedCall, position: int) -> str:
+    num_outputs = len(padded.output_layouts)
+    if position < num_outputs:
+        return f"output {position}"
+    return f"input {sorted(padded.mutated)[position - num_outputs]}, which it writes,"
 
 
 def sizes_in_arithmetic(module: fx.GraphModule, num_sizes: int) -> str | None:
@@ -77,10 +109,10 @@ def sizes_in_arithmetic(module: fx.GraphModule, num_sizes: int) -> str | None:
     for node in module.graph.nodes:
         if node.op not in ("call_function", "call_method"):
             continue
-        if all(source in hosts for source in node.all_input_nodes) and node.all_input_nodes:
-            if not isinstance(node.meta.get("example_value"), torch.Tensor):
-                hosts.add(node)
-                continue
+        is_number = not isinstance(node.meta.get("example_value"), torch.Tensor)
+        if is_number and node.all_input_nodes and hosts.issuperset(node.all_input_nodes):
+            hosts.add(node)
+            continue
         name = node.target if isinstance(node.target, str) else node.target.__name__
         direct = [arg for arg in node.args if isinstance(arg, fx.Node) and arg in hosts]
         if direct and name.split(".")[0] in _ARITHMETIC:
@@ -88,8 +120,8 @@ def sizes_in_arithmetic(module: fx.GraphModule, num_sizes: int) -> str | None:
     return None
 
 
-def _pad(padded: PaddedCall, *, poison: bool) -> list[Any]:
-    """Copies whose padded rows repeat a real row, or are NaN where NaN exists."""
+def _pad(padded: PaddedCall, fill: Fill) -> list[Any]:
+    """Copies whose padded rows hold other values."""
     inputs = []
     for position, (value, layout) in enumerate(
         zip(padded.inputs, padded.input_layouts, strict=True)
@@ -101,17 +133,55 @@ def _pad(padded: PaddedCall, *, poison: bool) -> list[Any]:
             value.shape, value.stride(), dtype=value.dtype, device=value.device
         )
         real = layout.rows(value, padded.tokens)
-        if poison and copy.is_floating_point():
-            copy.fill_(float("nan"))
-        else:
-            edge = real
-            for dim, (rows, total) in enumerate(zip(real.shape, value.shape, strict=True)):
-                if rows != total:
-                    edge = edge.narrow(dim, rows - 1 if poison else 0, 1)
-            copy.copy_(edge.expand_as(copy))
-        layout.rows(copy, padded.tokens).copy_(real)
+        _write(copy, fill(value, real))
+        _write(layout.rows(copy, padded.tokens), real)
         inputs.append(copy)
     return inputs
+
+
+def _repeat_first_row(value: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """What a careful caller would pad with."""
+    for dim, (num_rows, total) in enumerate(zip(real.shape, value.shape, strict=True)):
+        if num_rows == 0:
+            return value
+        if num_rows != total:
+            real = real.narrow(dim, 0, 1)
+    return real.expand_as(value)
+
+
+def _constant_fill(number: float) -> Fill:
+    """Floats become `number`. Integers may be indices: they become the least or the largest
+    that occurs."""
+
+    def fill(value: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        if value.is_floating_point() or value.is_complex():
+            largest = torch.finfo(value.dtype).max
+            filler = max(-largest, min(largest, number)) if number == number else number
+            return torch.full((), filler, dtype=value.dtype, device=value.device).expand_as(value)
+        if value.numel() == 0:
+            return value
+        wide = value.long()
+        filler = (wide.amin() if number < 0 else wide.amax()).to(value.dtype)
+        return filler.expand_as(value)
+
+    return fill
+
+
+_FILLS: tuple[Fill, ...] = (
+    _repeat_first_row,
+    _constant_fill(float("nan")),
+    # A reduction may pass over NaN, or a sort move it behind all real rows.
+    _constant_fill(1e4),
+    _constant_fill(-1e4),
+)
+
+
+def _write(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy, also into an expanded tensor: each of its elements once."""
+    for dim, step in enumerate(target.stride()):
+        if step == 0 and target.size(dim) > 1:
+            target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    target.copy_(source)
 
 
 def _cut(padded: PaddedCall) -> list[Any]:
@@ -128,14 +198,19 @@ def _cut(padded: PaddedCall) -> list[Any]:
             dtype=value.dtype,
             device=value.device,
         )
-        inputs.append(exact.copy_(layout.rows(value, padded.tokens)))
+        _write(exact, layout.rows(value, padded.tokens))
+        inputs.append(exact)
     return inputs
 
 
-def _real_rows(padded: PaddedCall, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _run(padded: PaddedCall, call: Call, inputs: Sequence[Any]) -> list[torch.Tensor]:
+    """The real rows of the outputs, then of the inputs that the piece wrote."""
+    outputs = call(*inputs)
+    written = sorted(padded.mutated)
+    layouts = [*padded.output_layouts, *(padded.input_layouts[i] for i in written)]
     return [
-        (output if layout is None else layout.rows(output, padded.tokens)).clone()
-        for output, layout in zip(outputs, padded.output_layouts, strict=True)
+        (value if layout is None else layout.rows(value, padded.tokens)).clone()
+        for value, layout in zip((*outputs, *(inputs[i] for i in written)), layouts, strict=True)
     ]
 
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy
-import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from piecewise_backend import _torch
@@ -51,7 +50,7 @@ def written_arguments(op: SplitOp) -> tuple[Value, ...]:
         target = target.default
     if not isinstance(target, OpOverload):
         return ()
-    written = []
+    written: list[Any] = []
     arguments = target._schema.arguments
     given: Iterable[tuple[Any, Any]] = (
         *zip(arguments, op.args, strict=False),

@@ -36,7 +36,7 @@ class RowTable:
         return (*views, *self.numbers(sizes))
 
 
-class InputMoved(Exception):  # noqa: N818 - a signal to the runtime, not an error
+class InputMoved(Exception):
     """A bound input is no longer where it was at capture."""
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Iterable
-from typing import Any, TypeVar, overload
+from typing import TypeVar
 
 import torch
 from torch import fx
@@ -43,11 +43,7 @@ PRESETS: dict[str, tuple[str, ...]] = {
 _registered: dict[str, None] = {}  # an ordered set: torch.library's registry is process-wide too
 
 
-@overload
-def register_splitting_op(op: T) -> T: ...
-@overload
-def register_splitting_op(op: str) -> str: ...
-def register_splitting_op(op: Any) -> Any:
+def register_splitting_op(op: T) -> T:
     """Make graphs be cut at `op`: it runs between pieces, outside of every graph.
 
     Args:
@@ -124,7 +120,7 @@ def _name_of_object(op: object) -> str:
         return f"{op._schema.name}.{op._overloadname}" if op._overloadname else op._schema.name
     if isinstance(op, OpOverloadPacket):
         return op._qualified_op_name
-    if isinstance(op, torch.library.CustomOpDef):
+    if isinstance(op, _torch.CustomOpDef):
         return op._qualname
     raise ConfigError(
         f"{op!r} is not an operator; pass its name 'ns::op', torch.ops.ns.op, or the object made "

@@ -91,7 +91,9 @@ def render_split_graph(split: SplitGraph, instances: Sequence[Instance]) -> str:
 
 def _render_piece(piece: Piece) -> str:
     text = piece.module.print_readable(print_output=False)
-    text = re.sub(r"^class .*:$", f"class Piece{piece.index}(torch.nn.Module):", text, 1, re.M)
+    text = re.sub(
+        r"^class .*:$", f"class Piece{piece.index}(torch.nn.Module):", text, count=1, flags=re.M
+    )
     return text.strip() + "\n\n"
 
 

@@ -58,7 +58,8 @@ class Report:
     is_sealed: bool
 
     def __str__(self) -> str:
-        head = f"piecewise: {len(self.graphs)} graph(s), {'sealed' if self.is_sealed else 'not sealed'}"
+        state = "sealed" if self.is_sealed else "not sealed"
+        head = f"piecewise: {len(self.graphs)} graph(s), {state}"
         return "\n\n".join([head, *map(str, self.graphs)])
 
 

@@ -118,7 +118,9 @@ class _Cutter:
     def _belongs_to_split_op(self, node: fx.Node) -> bool:
         """An item of the tuple that a split op returned is one of its outputs, not a piece."""
         source = node.args[0] if node.target is operator.getitem else None
-        return isinstance(source, fx.Node) and self.ops.match(source) is not None
+        if not isinstance(source, fx.Node) or self.ops.match(source) is None:
+            return False
+        return isinstance(_torch.example_of(source), tuple | list)
 
     def _ref(self, leaf: Any) -> Any:
         """A node or constant as it appears in a step's arguments."""
@@ -138,12 +140,14 @@ class _Cutter:
         examples: dict[str, Any] = {}
         if returns_tuple:
             for user in node.users:
-                outputs[user.args[1]] = user.name  # type: ignore[index, call-overload]
+                outputs[user.args[1]] = user.name  # type: ignore[index]
                 examples[user.name] = _torch.example_of(user)
         elif isinstance(example, torch.Tensor):
             outputs = [node.name if node.users else None]
             examples[node.name] = example
-        target = getattr(torch.Tensor, node.target) if node.op == "call_method" else node.target
+        target = (
+            getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
+        )
         self.steps.append(
             SplitOp(
                 index=len(self.steps),
@@ -192,7 +196,10 @@ class _PieceBuilder:
             self.copies[node] = self._copy(node)
         self.graph.output(tuple(self.copies[node] for node in outputs))
         module = fx.GraphModule(self.gm, self.graph)
-        refs = (*(Host(symbol) for symbol in symbols), *(Value(node.name) for node in inputs))
+        refs: tuple[Value | Host, ...] = (
+            *(Host(symbol) for symbol in symbols),
+            *(Value(node.name) for node in inputs),
+        )
         return Piece(index, module, refs, tuple(node.name for node in outputs), examples)
 
     def _tensor_inputs(self) -> list[fx.Node]:
@@ -288,12 +295,12 @@ def _refuse_data_dependence(gm: fx.GraphModule, bound: frozenset[sympy.Symbol]) 
             free = [s for s in _symbols_of([value]) if s not in bound]
             if free:
                 raise SplitError(
-                    f"{node.name} has a size that depends on data ({location_of(node)}); compute it "
-                    "outside of the compiled model, or register the op around it as a splitting op"
+                    f"{node.name} has a size that depends on data ({location_of(node)}); compute "
+                    "it outside of the compiled model, or register the op around it as a splitting op"
                 )
 
 
-_REGION_OPENS = {
+_REGION_OPENS: dict[Any, int] = {
     torch.amp.autocast_mode._enter_autocast: 1,
     torch.amp.autocast_mode._exit_autocast: -1,
 }
@@ -303,7 +310,7 @@ def _refuse_open_regions(nodes: list[fx.Node]) -> None:
     """An autocast region that a cut splits would leave the split op under the wrong mode."""
     depth = 0
     for node in nodes:
-        depth += _REGION_OPENS.get(node.target, 0)  # type: ignore[call-overload]
+        depth += _REGION_OPENS.get(node.target, 0)
         if depth < 0:
             break
     if depth:

@@ -41,7 +41,7 @@ class StaticInputs:
             if item.name not in read or not isinstance(item.example, torch.Tensor):
                 continue
             layout = graph.layouts[item.name]
-            # A cache that a piece updates is not copied to and fro: it is read and written in place.
+            # A cache that a piece updates is not copied to and fro, but written in place.
             if item.is_static or (item.name in written and not layout.is_dynamic):
                 bound.append(position)
             else:

@@ -4,6 +4,7 @@ Each entry says why it exists and what would end it. Run on torch 2.11, 2.13 and
 Knows nothing of this package: it imports torch and nothing else.
 """
 
+from torch._library.custom_ops import CustomOpDef
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -38,6 +39,7 @@ from piecewise_backend._torch.symbols import (
 
 __all__ = [
     "CompileScope",
+    "CustomOpDef",
     "FakeTensorMode",
     "SizeEnv",
     "StorageWeakRef",

@@ -38,7 +38,7 @@ def _views_for_every_size() -> Iterator[None]:
 
 def compile_with_inductor(
     module: fx.GraphModule,
-    inputs: Sequence[object],
+    inputs: Sequence[Any],
     env: SizeEnv,
     patches: Mapping[str, object],
 ) -> Callable[..., Any]:

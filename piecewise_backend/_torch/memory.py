@@ -27,7 +27,7 @@ def weak_view(tensor: Tensor) -> Tensor:
 
 def borrowed_storage(memory: Tensor, num_bytes: int) -> torch.UntypedStorage:
     """A storage over the first bytes of `memory` that does not own them."""
-    return torch._C._construct_storage_from_data_pointer(
+    return torch._C._construct_storage_from_data_pointer(  # type: ignore[return-value]
         memory.data_ptr(), memory.device, num_bytes
     )
 

@@ -25,4 +25,4 @@ def kernel_below_dispatcher(op: torch._ops.OpOverload, device: str) -> Callable[
     if definition is None:
         return op
     functions = definition._backend_fns
-    return functions.get(device) or functions.get(None) or op  # type: ignore[return-value]
+    return functions.get(device) or functions.get(None) or op

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -24,7 +24,8 @@ def one_trace_for_all_sizes() -> contextlib.AbstractContextManager[object]:
 
     `backed_size_oblivious` has no public spelling that covers sizes of user inputs.
     """
-    return _symbolic_config.patch(backed_size_oblivious=True)
+    patch: Any = _symbolic_config.patch  # type: ignore[attr-defined]  # added by torch at import
+    return cast("contextlib.AbstractContextManager[object]", patch(backed_size_oblivious=True))
 
 
 def number_of(value: object) -> sympy.Expr | int | float | bool:
@@ -39,7 +40,7 @@ def number_of(value: object) -> sympy.Expr | int | float | bool:
             return guard_scalar(value)
         if expr.free_symbols:
             return expr
-        return value.node.pytype(expr)  # type: ignore[no-any-return]
+        return value.node.pytype(expr)
     assert isinstance(value, int | float)
     return value
 
