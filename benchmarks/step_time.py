@@ -26,11 +26,11 @@ from examples.engine import ModelInputs
 from examples.llama import LlamaConfig
 
 BATCHES = (1, 16)
-COLUMNS = ("contender", "median_ms", "min_ms", "p99_ms", "submit_ms", "of_ours", "max_error")
+COLUMNS = ("contender", "median_ms", "min_ms", "p99_ms", "submit_ms", "of_ours", "error")
 OURS, LOOP = "ours", "hand-written loop"
 NO_CUDA = "needs CUDA graphs"
-# Of a hidden state near unit size, computed in bfloat16 by kernels that round differently.
-_TOLERANCE = 0.5
+# Kernels round differently, and in bfloat16 that adds up over layers; a wrong result is off by 1.
+_TOLERANCE = 0.2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     device = torch.device(args.device)
     results = Results("step_time", device, args.output)
-    with torch.no_grad():
+    # Contenders and batches share one function, so Dynamo keeps many versions of it.
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
         for name, config in args.shapes.items():
             run_shape(name, config, device, args, results)
             torch._dynamo.reset()
@@ -125,7 +126,7 @@ def run_batch(
     rows = [{"contender": name, "skipped": reason} for name, reason in skipped.items()]
     for name, timing in timings.items():
         of_ours = round(timing.over(timings[OURS]), 4)
-        error = {"max_error": errors[name]} if name in errors else {}
+        error = {"error": errors[name]} if name in errors else {}
         rows.append({"contender": name, **timing.as_row(), "of_ours": of_ours, **error})
     say(f"\n{where}:")
     print_table(rows, COLUMNS)
@@ -178,7 +179,7 @@ def add_torch_compile(
 
 
 def check_results(steps: dict[str, Step], expected: Tensor) -> dict[str, float]:
-    """The largest difference from eager of every contender that returns a result."""
+    """How far every result is from eager's, relative to its norm."""
     found = {}
     for name, step in steps.items():
         for _ in range(3):
@@ -187,11 +188,11 @@ def check_results(steps: dict[str, Step], expected: Tensor) -> dict[str, float]:
             (result,) = result
         if not isinstance(result, Tensor):
             continue
-        found[name] = (result.float() - expected.float()).abs().max().item()
-        if not found[name] <= _TOLERANCE:
-            raise RuntimeError(f"{name} is off by {found[name]}: it does not compute the same")
-    if found[OURS] != found[LOOP]:
-        raise RuntimeError(f"the loop is off by {found[LOOP]}, ours by {found[OURS]}")
+        difference = result.float() - expected.float()
+        error = (difference.norm() / expected.float().norm()).item()
+        if not error <= _TOLERANCE:
+            raise RuntimeError(f"{name} is off by {error:.3f}: it does not compute the same")
+        found[name] = round(error, 6)
     return found
 
 

@@ -53,9 +53,11 @@ def warmup(compiled: Callable[..., Any], make_inputs: MakeInputs, *, seal: bool 
         with _torch.one_trace_for_all_sizes():
             compiled(*args, **kwargs)
     with session.phase(capturing=True), collector_paused():
-        for size in sizes:
-            args, kwargs = _inputs(make_inputs, size)
-            compiled(*args, **kwargs)
+        # A second round finds something to do only if module state moved between two sizes.
+        for size in sizes * 2:
+            if not session.has_captured(size):
+                args, kwargs = _inputs(make_inputs, size)
+                compiled(*args, **kwargs)
     if seal:
         session.seal()
     return report_session(session)

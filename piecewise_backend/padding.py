@@ -32,8 +32,12 @@ Fill = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _ARITHMETIC = {
     *("add", "sub", "mul", "div", "truediv", "floordiv", "pow", "mod", "rsub", "true_divide"),
     *("floor_divide", "remainder", "fmod", "full_like", "fill_", "masked_fill", "add_", "mul_"),
-    *("sub_", "div_", "lt", "le", "gt", "ge", "eq", "ne", "maximum", "minimum", "clamp"),
+    *("sub_", "div_", "lt", "le", "gt", "ge", "eq", "ne", "maximum", "minimum", "clamp", "clip"),
+    *("clamp_", "clamp_min", "clamp_max", "where", "full", "new_full", "fill", "masked_fill_"),
+    *("multiply", "divide", "subtract", "tensor", "scalar_tensor", "as_tensor", "lerp", "pow_"),
 }
+_NUMBER_KEYWORDS = {"fill_value", "value", "other", "alpha", "min", "max", "exponent", "weight"}
+"""What such a number is called when it is not positional."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,7 +118,8 @@ def sizes_in_arithmetic(module: fx.GraphModule, num_sizes: int) -> str | None:
             hosts.add(node)
             continue
         name = node.target if isinstance(node.target, str) else node.target.__name__
-        direct = [arg for arg in node.args if isinstance(arg, fx.Node) and arg in hosts]
+        numbers = [*node.args, *(node.kwargs.get(name) for name in _NUMBER_KEYWORDS)]
+        direct = [arg for arg in numbers if isinstance(arg, fx.Node) and arg in hosts]
         if direct and name.split(".")[0] in _ARITHMETIC:
             return f"{node.name} computes with the number of tokens"
     return None
@@ -218,7 +223,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.dtype.itemsize == 1:  # the 8-bit floats have no comparison
         return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     equal = a == b
-    if a.is_floating_point():
+    if a.is_floating_point() or a.is_complex():
         equal |= a.isnan() & b.isnan()
     return bool(equal.all())
 
@@ -226,6 +231,8 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _near(a: torch.Tensor, c: torch.Tensor) -> bool:
     if a.numel() == 0:
         return True
+    if a.is_complex():
+        a, c = torch.view_as_real(a.resolve_conj()), torch.view_as_real(c.resolve_conj())
     tolerance = _TOLERANCE.get(a.dtype, _HALF_TOLERANCE)
     a, c = a.double().nan_to_num(), c.double().nan_to_num()
     return bool((a - c).abs().max() <= tolerance * c.abs().max().clamp(min=1e-6))

@@ -74,13 +74,13 @@ def _report_runtime(runtime: Runtime) -> GraphReport:
     return GraphReport(
         table=piece_table(graph.split, graph.instances),
         counts=runtime.counters.counts(),
-        captured_sizes=tuple(sorted(runtime.captured, reverse=True)),
+        captured_sizes=tuple(sorted(runtime.captures.sizes, reverse=True)),
         num_replays=runtime.statistics.num_replays,
         fallbacks={r.value: n for r, n in runtime.statistics.fallbacks.items()},
         conditions=tuple(sorted(conditions)),
         padding_unsafe=dict(runtime.dispatcher.unsafe_sizes),
         capture_errors=dict(runtime.dispatcher.failed_sizes),
-        capture_seconds=runtime.statistics.capture_seconds,
+        capture_seconds=runtime.captures.seconds,
     )
 
 

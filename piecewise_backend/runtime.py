@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,26 +18,19 @@ from typing import Any
 import torch
 
 from piecewise_backend import _torch
-from piecewise_backend.batch import CUDAGraphMode, FallbackReason
-from piecewise_backend.buffers import Arena
-from piecewise_backend.capture import CapturedSize, CaptureRequest, capture_size
+from piecewise_backend.batch import FallbackReason
+from piecewise_backend.capture import CapturedSize
+from piecewise_backend.captures import Captures
 from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.config import Config
 from piecewise_backend.counters import CompilationCounter
-from piecewise_backend.dispatch import STATIC_SIZE, Dispatcher
+from piecewise_backend.dispatch import Dispatcher
 from piecewise_backend.dump import GraphDump
 from piecewise_backend.errors import CaptureError, ContractError
-from piecewise_backend.graphs import (
-    CudaGraphPool,
-    EmulatedGraphPool,
-    GraphPool,
-    collector_paused,
-)
 from piecewise_backend.plan import dynamic_plan
 from piecewise_backend.plan_writer import InputMoved
 from piecewise_backend.session import Session
 from piecewise_backend.sizes import SizeFunction, Sizes
-from piecewise_backend.static_inputs import StaticInputs
 from piecewise_backend.statistics import Statistics
 
 log = logging.getLogger(__name__)
@@ -68,14 +60,11 @@ class Runtime:
         self.statistics = Statistics()
         self._session = session
         self._dump = dump
-        self._pool = _make_pool(graph.device, config)
+        self.captures = Captures(graph, config)
         static_num_tokens = _static_num_tokens(graph, example_args)
         self.dispatcher = Dispatcher.of(
-            graph.token_dim, config, self._pool is not None, static_num_tokens
+            graph.token_dim, config, self.captures.is_possible, static_num_tokens
         )
-        self._arena = Arena(graph.device)
-        self._static_inputs: StaticInputs | None = None
-        self.captured: dict[int, CapturedSize] = {}
         self._prepared: dict[Any, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
         self._hits: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -157,7 +146,7 @@ class Runtime:
         decision = self.dispatcher.decide(sizes)
         if isinstance(decision, FallbackReason):
             return self._fall_back(args, sizes, decision)
-        captured = self.captured.get(decision)
+        captured = self.captures.sizes.get(decision)
         if captured is not None:
             return self._prepare(captured, sizes, args)
         return self._not_captured(args, sizes, decision)
@@ -226,48 +215,24 @@ class Runtime:
 
     def _recover_from_move(self, args: Args) -> Any:
         """A bound input lies elsewhere now: no captured graph may be replayed again."""
-        self.captured.clear()
+        self.captures.forget(args)
         self._prepared.clear()
         self._hits.clear()
         sizes = self.graph.token_dim.read(args)
         return self._fall_back(args, sizes, FallbackReason.MOVED_INPUT)
 
     def _capture(self, args: Args, sizes: Sizes, size: int) -> None:
-        started = time.perf_counter()
         try:
-            with collector_paused():
-                captured = capture_size(self._request(args, sizes, size))
+            captured = self.captures.capture(size, args, sizes, self.dispatcher.table)
         except CaptureError as error:
             self.dispatcher.failed_sizes[size] = str(error)
             self._report_fallback(FallbackReason.CAPTURE_ERROR, sizes)
             return
-        self.captured[size] = captured
         if captured.padding_fault is not None:
             self.dispatcher.unsafe_sizes[size] = captured.padding_fault
         self.counters.add(num_cudagraph_captured=captured.num_graphs)
-        self.statistics.capture_seconds += time.perf_counter() - started
         self._dump.write(f"plan_{size or 'static'}.py", captured.plan.source)
         log.debug("captured size %d: %d graphs", size, captured.num_graphs)
-
-    def _request(self, args: Args, sizes: Sizes, size: int) -> CaptureRequest:
-        token_dim, table = self.graph.token_dim, self.dispatcher.table
-        largest = token_dim.padded(sizes, table.largest)
-        if self._static_inputs is None:
-            self._static_inputs = StaticInputs.of(self.graph, self._arena, largest)
-        fewest = size if size == STATIC_SIZE else table.smallest_padded(size)
-        assert self._pool is not None
-        return CaptureRequest(
-            graph=self.graph,
-            pool=self._pool,
-            arena=self._arena,
-            static_inputs=self._static_inputs,
-            args=args,
-            sizes=token_dim.padded(sizes, size),
-            fewest=token_dim.padded(sizes, fewest),
-            largest=largest,
-            num_warmups=self.config.cudagraph_num_of_warmups,
-            has_static_outputs=self.config.outputs == "static",
-        )
 
     def seal(self) -> None:
         """Compile nothing any more: a violated assumption runs a piece as traced."""
@@ -278,21 +243,6 @@ class Runtime:
         """Allow compiling again."""
         for versions in self.graph.versions:
             versions.is_sealed = False
-
-
-def _make_pool(device: torch.device, config: Config) -> GraphPool | None:
-    if config.cudagraph_mode is CUDAGraphMode.NONE:
-        return None
-    if config.graph_impl == "emulated":
-        return EmulatedGraphPool(device)
-    if device.type == "cuda":
-        return CudaGraphPool(device)
-    if config.graph_impl == "cuda":
-        raise ContractError(
-            f"graph_impl='cuda' but the graph is on {device}; move the model to a CUDA device, "
-            "or use graph_impl='emulated'"
-        )
-    return None
 
 
 def _static_num_tokens(graph: CompiledGraph, args: Sequence[Any]) -> int:

@@ -32,8 +32,14 @@ class StaticInputs:
     _storages: dict[int, torch.UntypedStorage]
 
     @classmethod
-    def of(cls, graph: CompiledGraph, arena: Arena, largest: Sizes) -> StaticInputs:
-        """Allocate buffers for the largest size; smaller ones are views of the same memory."""
+    def of(
+        cls, graph: CompiledGraph, arena: Arena, largest: Sizes, copied: frozenset[int]
+    ) -> StaticInputs:
+        """Allocate buffers for the largest size; smaller ones are views of the same memory.
+
+        Args:
+            copied: positions of inputs to copy though they are static.
+        """
         read = {name for piece in graph.split.pieces for name in reads(piece)}
         written = _written_inputs(graph)
         staged, bound, storages = [], [], {}
@@ -42,7 +48,8 @@ class StaticInputs:
                 continue
             layout = graph.layouts[item.name]
             # A cache that a piece updates is not copied to and fro, but written in place.
-            if item.is_static or (item.name in written and not layout.is_dynamic):
+            is_cache = item.name in written and not layout.is_dynamic
+            if (item.is_static or is_cache) and position not in copied:
                 bound.append(position)
             else:
                 staged.append(position)

@@ -16,8 +16,6 @@ class Statistics:
     """Steps served from graphs."""
     fallbacks: Counter[FallbackReason] = dataclasses.field(default_factory=Counter)
     """Steps served without, by reason."""
-    capture_seconds: float = 0.0
-    """Wall time spent in captures."""
 
     def count(self, reason: FallbackReason) -> int:
         """Count one fallback; returns how often that reason occurred."""

@@ -7,6 +7,8 @@ compared with eager. Where padding is not safe the call falls back; the numbers 
 
 from __future__ import annotations
 
+import random
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.helpers import agrees_with_eager, out_attn, rows
+import piecewise_backend as pw
+from tests.helpers import Decoder, agrees_with_eager, compile, mark_dynamic, out_attn, rows, same
 
 OPS = torch.ops.pwtest
 SIZES = (8, 5, 4, 3)
@@ -719,8 +722,28 @@ def reduction_that_ignores_nan(x):
 
 @case()
 def integers_counted(x):
-    buckets = x[:, 0].long().clamp(0, 7)
-    return out_attn(x, x, x), torch.bincount(buckets, minlength=8)
+    buckets = F.one_hot(x[:, 0].long().clamp(0, 7), 8)
+    return out_attn(x, x, x), buckets.sum(0)
+
+
+def counts(size: int) -> Sequence[Any]:
+    return (rows(size), torch.arange(size) % 5 + 1)
+
+
+@case(counts)
+def largest_integer(x, count):
+    return out_attn(x, x, x) / count.amax(), count.cumsum(0)
+
+
+@case(counts)
+def smallest_integer(x, count):
+    return out_attn(x, x, x) / count.amin()
+
+
+@case()
+def total_without_nan_or_large_values(x):
+    kept = x.nan_to_num(0).clamp(-1, 1)
+    return out_attn(x, x, x) + kept.sum()
 
 
 # Arguments and outputs
@@ -856,5 +879,172 @@ def test_numbers_are_eagers(name: str) -> None:
     function, make_inputs = CASES[name]
     report = agrees_with_eager(function, make_inputs, sizes=SIZES)
     served = sum(graph.num_replays for graph in report.graphs)
-    fell_back = {reason for graph in report.graphs for reason in graph.fallbacks}
-    assert served > 0 or fell_back, "neither replayed nor a reason"
+    assert served > 0 or name in NEVER_REPLAYED
+
+
+NEVER_REPLAYED = {
+    "offsets_are_read_by_a_piece",  # two varying dimensions, n and n + 1
+    "half_as_many_rows",
+    "integer_argument",  # varies beside the tokens
+    "cache_is_updated",  # another cache in every call
+    "cache_is_scattered_into",
+}
+
+
+class Scattering(nn.Module):
+    """Writes rows to a cache that stays, inside of a piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = nn.Buffer(torch.zeros(32, 4))
+
+    def forward(self, x: Tensor, slots: Tensor) -> Tensor:
+        self.cache[slots] = x * 2
+        return out_attn(x, self.cache[slots], x) + 1
+
+
+class Counting(nn.Module):
+    """Buffers that a piece changes: a count of calls, a running mean, the last row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = nn.Buffer(torch.zeros((), dtype=torch.long))
+        self.mean = nn.Buffer(torch.zeros(4))
+        self.first = nn.Buffer(torch.zeros(4))
+
+    def forward(self, x: Tensor, slots: Tensor) -> Tensor:
+        self.calls.add_(1)
+        out = out_attn(x, x, x)
+        self.first.copy_(out[0])
+        self.mean.lerp_(out[0], 0.5)
+        return out + self.mean + self.calls
+
+
+class TwoViews(nn.Module):
+    """Two caches in one allocation, both written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Buffer(torch.zeros(2, 32, 4))
+
+    def forward(self, x: Tensor, slots: Tensor) -> Tensor:
+        keys, values = self.both.unbind(0)
+        keys.index_put_((slots,), x * 2)
+        values.index_put_((slots,), x * 3)
+        return out_attn(x, keys[slots], values[slots])
+
+
+class LargestSoFar(nn.Module):
+    """A buffer that is updated from all rows: padding must not reach it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = nn.Buffer(torch.zeros(()))
+
+    def forward(self, x: Tensor, slots: Tensor) -> Tensor:
+        self.largest.copy_(torch.maximum(self.largest, x.amax()))
+        return out_attn(x, x, x) + 1
+
+
+class SplitOpState(nn.Module):
+    """A buffer that a split op fills and the next piece reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = nn.Buffer(torch.ones(3, 4))
+
+    def forward(self, x: Tensor, slots: Tensor) -> Tensor:
+        OPS.double(self.state * 0.75, self.state)
+        return x + self.state[1]
+
+
+@pytest.mark.parametrize("module", [Scattering, Counting, TwoViews, LargestSoFar, SplitOpState])
+def test_state_of_a_module_stays_eagers(module: type[nn.Module]) -> None:
+    eager, piecewise = module(), module()
+    compiled = compile(piecewise)
+    with torch.no_grad():
+        for call in range(5):
+            for size in SIZES:
+                x, slots = rows(size, seed=call), (torch.arange(size) * 3 + call) % 32
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", RuntimeWarning)
+                    got = compiled(*mark_dynamic((x, slots)))
+                where = f"call {call} of size {size}"
+                same(got, eager(x, slots), where)
+                same(dict(piecewise.named_buffers()), dict(eager.named_buffers()), where)
+    (graph,) = pw.report(compiled).graphs
+    assert graph.num_replays > 0
+
+
+def test_padding_that_would_reach_a_cache_is_found_out() -> None:
+    compiled = compile(Scattering(), cudagraph_capture_sizes=[4])
+    with torch.no_grad(), pytest.warns(RuntimeWarning, match="input 2, which it writes"):
+        for size in (4, 4, 3):
+            compiled(*mark_dynamic((rows(size), torch.arange(size))))
+
+
+@pytest.mark.parametrize("outputs", ["fresh", "static"])
+@pytest.mark.parametrize("first_size", [1, 2, 7, 16, 40])
+def test_first_call_of_any_size_serves_all_others(outputs: str, first_size: int) -> None:
+    model = Decoder(num_layers=2)
+    compiled = compile(model, outputs=outputs)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        compiled(*mark_dynamic((rows(first_size),)))
+        for call in range(3):
+            for size in (1, 2, 3, 4, 5, 8, 9, 16, 17, 0):
+                x = rows(size, seed=call)
+                same(compiled(*mark_dynamic((x,))), model(x), f"call {call} of size {size}")
+
+
+def test_two_inputs_that_disagree_about_tokens_fall_back() -> None:
+    def function(x, y):
+        return out_attn(x, x, x) + 1, out_attn(y, y, y) * 2
+
+    compiled = compile(function)
+    with torch.no_grad(), pytest.warns(RuntimeWarning, match="disagree about the number"):
+        for size, other in [(4, 4), (4, 4), (4, 4), (4, 3), (3, 4), (4, 4)]:
+            args = (rows(size), rows(other, seed=1))
+            same(compiled(*mark_dynamic(args)), function(*args), f"{size} and {other} rows")
+    (graph,) = pw.report(compiled).graphs
+    assert graph.num_replays > 0
+
+
+def test_outputs_are_not_overwritten_by_later_calls() -> None:
+    model = Decoder()
+    compiled = compile(model)
+    with torch.no_grad():
+        for _ in range(3):
+            compiled(*mark_dynamic((rows(4),)))
+        kept = [(compiled(rows(4, seed=seed)), model(rows(4, seed=seed))) for seed in range(9)]
+    for got, expected in kept:
+        same(got, expected, "kept output")
+
+
+@pytest.mark.parametrize("name", ["sum_of_everything", "softmax_over_tokens", "last_row",
+                                  "largest_integer", "sorted_by_value"])
+def test_warm_up_leaves_exact_sizes_their_graphs(name: str) -> None:
+    function, make_inputs = CASES[name]
+    compiled = compile(function)
+    with torch.no_grad():
+        pw.warmup(compiled, lambda descriptor: make_inputs(descriptor.num_tokens))
+        with pytest.warns(RuntimeWarning, match="padding would change real rows"):
+            for size in (16, 13, 8, 5, 4, 3):
+                args = make_inputs(size)
+                same(compiled(*args), function(*make_inputs(size)), f"size {size}")
+    (graph,) = pw.report(compiled).graphs
+    assert graph.num_replays >= 3
+    assert set(graph.padding_unsafe) == {4, 8, 16}
+
+
+def test_every_size_in_random_order_agrees() -> None:
+    generator = random.Random(0)
+    model = Decoder(num_layers=3)
+    compiled = compile(model)
+    with torch.no_grad():
+        pw.warmup(compiled, lambda descriptor: (rows(descriptor.num_tokens),))
+        for call in range(120):
+            x = rows(generator.randint(1, 16), seed=call)
+            same(compiled(x), model(x), f"call {call} of size {x.size(0)}")
+    (graph,) = pw.report(compiled).graphs
+    assert graph.fallbacks == {}

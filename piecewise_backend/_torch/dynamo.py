@@ -79,6 +79,13 @@ def source_name(node: fx.Node) -> str:
 
 
 def is_static_input(node: fx.Node) -> bool:
-    """Dynamo promises that this input keeps its address (a parameter, buffer or module state)."""
-    marked = node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type")
-    return marked is not None or "L['self']" in source_name(node)
+    """This input is module state, a global or a closure variable, not an argument of the call.
+
+    Such tensors are expected to stay where they are. Dynamo marks the state of modules.
+    """
+    if node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") is not None:
+        return True
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    while hasattr(source, "base"):
+        source = source.base
+    return source is not None and not getattr(source, "is_input", False)

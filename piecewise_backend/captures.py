@@ -1,0 +1,136 @@
+"""The captured sizes of one graph, and the memory they share.
+
+In:  a compiled graph, options, and a call to capture for.
+Out: `CapturedSize`s, kept until something they read in place has moved.
+Knows nothing of dispatch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from piecewise_backend.batch import CUDAGraphMode, PaddingTable
+from piecewise_backend.buffers import Arena
+from piecewise_backend.capture import CapturedSize, CaptureRequest, capture_size
+from piecewise_backend.compiled import CompiledGraph
+from piecewise_backend.config import Config
+from piecewise_backend.errors import ContractError
+from piecewise_backend.graphs import (
+    CudaGraphPool,
+    EmulatedGraphPool,
+    GraphPool,
+    collector_paused,
+)
+from piecewise_backend.sizes import Sizes
+from piecewise_backend.static_inputs import StaticInputs
+
+# A small tensor that moves again and again is a new argument by another name: copy it.
+_MAX_COPIED_BYTES = 16 * 2**20
+
+
+class Captures:
+    """Captures sizes on demand into one pool, over one set of static buffers."""
+
+    def __init__(self, graph: CompiledGraph, config: Config) -> None:
+        self.graph = graph
+        self.config = config
+        self.sizes: dict[int, CapturedSize] = {}
+        self.seconds = 0.0
+        self._pool = _make_pool(graph.device, config)
+        self._arena = Arena(graph.device)
+        self._static_inputs: StaticInputs | None = None
+        self._addresses: dict[int, int] = {}
+        self._moves: dict[int, int] = {}
+
+    @property
+    def is_possible(self) -> bool:
+        """Graphs exist for the device and are wanted."""
+        return self._pool is not None
+
+    def capture(
+        self, size: int, args: Sequence[Any], sizes: Sizes, table: PaddingTable
+    ) -> CapturedSize:
+        """Capture one size and keep it.
+
+        Args:
+            size: the capture size; what `table` pads the call to.
+            args: the arguments of a call with symbol values `sizes`.
+
+        Raises:
+            CaptureError: a piece cannot be recorded; the size is not kept, others are.
+        """
+        started = time.perf_counter()
+        if self._addresses and self._moved(args):
+            self.forget(args)
+        with collector_paused():
+            captured = capture_size(self._request(size, args, sizes, table))
+        self.sizes[size] = captured
+        self.seconds += time.perf_counter() - started
+        return captured
+
+    def forget(self, args: Sequence[Any]) -> None:
+        """Something that graphs read in place lies elsewhere in this call: drop them all.
+
+        A parameter that moved was replaced and will stay. Other small tensors that move a
+        second time are copied like arguments from then on.
+        """
+        for position in self._moved(args):
+            self._moves[position] = self._moves.get(position, 0) + 1
+        self.sizes.clear()
+        self._static_inputs = None
+
+    def _moved(self, args: Sequence[Any]) -> list[int]:
+        return [i for i, address in self._addresses.items() if args[i].data_ptr() != address]
+
+    def _copied(self, args: Sequence[Any]) -> frozenset[int]:
+        return frozenset(
+            position
+            for position, moves in self._moves.items()
+            if moves > 1
+            and not isinstance(args[position], torch.nn.Parameter)
+            and args[position].nbytes <= _MAX_COPIED_BYTES
+        )
+
+    def _request(
+        self, size: int, args: Sequence[Any], sizes: Sizes, table: PaddingTable
+    ) -> CaptureRequest:
+        token_dim = self.graph.token_dim
+        largest = token_dim.padded(sizes, table.largest)
+        if self._static_inputs is None:
+            self._static_inputs = StaticInputs.of(
+                self.graph, self._arena, largest, self._copied(args)
+            )
+            self._addresses = {i: args[i].data_ptr() for i in self._static_inputs.bound}
+        fewest = table.smallest_padded(size) if token_dim.tokens else size
+        assert self._pool is not None
+        return CaptureRequest(
+            graph=self.graph,
+            pool=self._pool,
+            arena=self._arena,
+            static_inputs=self._static_inputs,
+            args=args,
+            sizes=token_dim.padded(sizes, size),
+            fewest=token_dim.padded(sizes, fewest),
+            largest=largest,
+            num_warmups=self.config.cudagraph_num_of_warmups,
+            has_static_outputs=self.config.outputs == "static",
+        )
+
+
+def _make_pool(device: torch.device, config: Config) -> GraphPool | None:
+    if config.cudagraph_mode is CUDAGraphMode.NONE:
+        return None
+    if config.graph_impl == "emulated":
+        return EmulatedGraphPool(device)
+    if device.type == "cuda":
+        return CudaGraphPool(device)
+    if config.graph_impl == "cuda":
+        raise ContractError(
+            f"graph_impl='cuda' but the graph is on {device}; move the model to a CUDA device, "
+            "or use graph_impl='emulated'"
+        )
+    return None
