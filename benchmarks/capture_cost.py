@@ -127,8 +127,7 @@ class Witness:
 
     def __call__(self, descriptor: pw.BatchDescriptor) -> ModelInputs:
         """Inputs of this size."""
-        graphs = pw.report(self.compiled).graphs
-        if graphs and not self.started:
+        if not self.started and (graphs := pw.report(self.compiled).graphs):
             self.compiles = graphs[0].counts["num_inductor_compiles"]
             self.memory = memory_mib(self.workload.device)
             self.started = time.perf_counter()

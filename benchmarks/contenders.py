@@ -65,7 +65,7 @@ class Ours:
         """Compile, and capture these sizes."""
         pw.register_splitting_op("example::paged_attention")
         backend = RecordingBackend()
-        options = {
+        options: dict[str, Any] = {
             "cudagraph_capture_sizes": list(sizes),
             "graph_impl": "cuda" if workload.device.type == "cuda" else "emulated",
             "on_fallback": "raise",
@@ -105,7 +105,7 @@ class Parts:
     @classmethod
     def of(cls, ours: Ours, inputs: ModelInputs) -> "Parts":
         """Take the plan that serves these inputs apart, by watching what it calls."""
-        captured = ours.runtime.captured[inputs[0].shape[0]]
+        captured = ours.runtime.captures.sizes[inputs[0].shape[0]]
         args = ours.flat_args(inputs)
         with _watched(captured.plan.function.__globals__) as calls:
             (result,) = ours.runtime.call(*args)
@@ -121,7 +121,13 @@ class Parts:
         rows = captured.rows.at(ours.runtime.graph.token_dim.read(args))
         tensors = [row for row in rows if isinstance(row, Tensor)]
         output = next(t for t in reversed(tensors) if t.dtype == result.dtype and t.equal(result))
-        return cls(*copy.args, replays, attentions, output)
+        buffers, sources = copy.args
+        return cls(buffers, sources, replays, attentions, output)
+
+    def with_attention(self, kernel: Callable[..., Any]) -> "Parts":
+        """The same parts, with another function for every attention call."""
+        attentions = [(kernel, arguments) for _, arguments in self.attentions]
+        return dataclasses.replace(self, attentions=attentions)
 
     def attention_calls(self) -> Step:
         """Only the attention calls, as the plan makes them."""

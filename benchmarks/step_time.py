@@ -27,8 +27,8 @@ from examples.llama import LlamaConfig
 
 BATCHES = (1, 16)
 COLUMNS = ("contender", "median_ms", "min_ms", "p99_ms", "submit_ms", "of_ours", "error")
-OURS, LOOP = "ours", "hand-written loop"
-NO_CUDA = "needs CUDA graphs"
+OURS, LOOP, BARE_LOOP = "ours", "hand-written loop", "hand-written loop, bare kernel"
+NO_CUDA = "needs CUDA"
 # Kernels round differently, and in bfloat16 that adds up over layers; a wrong result is off by 1.
 _TOLERANCE = 0.2
 
@@ -123,14 +123,15 @@ def run_batch(
         add_torch_compile(steps, skipped, workload, inputs)
     errors = check_results(steps, workload.model(*inputs))
     timings = time_steps(steps, workload.device, num_samples=args.samples, seconds_per_sample=0.08)
-    rows = [{"contender": name, "skipped": reason} for name, reason in skipped.items()]
+    rows: list[Row] = [{"contender": name, "skipped": reason} for name, reason in skipped.items()]
     for name, timing in timings.items():
         of_ours = round(timing.over(timings[OURS]), 4)
         error = {"error": errors[name]} if name in errors else {}
         rows.append({"contender": name, **timing.as_row(), "of_ours": of_ours, **error})
     say(f"\n{where}:")
     print_table(rows, COLUMNS)
-    results.bar(f"{where}: ours / {LOOP}", timings[OURS].over(timings[LOOP]), 1.05)
+    for loop in [name for name in (LOOP, BARE_LOOP) if name in timings]:
+        results.bar(f"{where}: ours / {loop}", timings[OURS].over(timings[loop]), 1.05)
     return rows
 
 
@@ -148,7 +149,11 @@ def our_steps(
         "graph replays alone": parts.graph_replays(),
     }
     if device.type != "cuda":
-        return steps, {"full graph": NO_CUDA, "full graph, replay alone": NO_CUDA}
+        return steps, dict.fromkeys((BARE_LOOP, "full graph", "full graph, replay alone"), NO_CUDA)
+    from examples.triton_attention import paged_attention_triton  # noqa: PLC0415  # needs Triton
+
+    bare = parts.with_attention(paged_attention_triton)
+    steps[BARE_LOOP], steps["attention kernels alone"] = bare.loop(), bare.attention_calls()
     full = FullGraph.capture(ours, inputs)
     steps["full graph"] = full.step()
     steps["full graph, replay alone"] = full.graph.replay

@@ -39,19 +39,13 @@ def warmup(compiled: Callable[..., Any], make_inputs: MakeInputs, *, seal: bool 
         What was compiled and captured.
 
     Raises:
-        ContractError: not compiled with this backend, or `make_inputs` returns no tensors.
+        ContractError: not compiled with this backend, or `make_inputs` returns something else
+            than arguments, or other arguments for another size.
     """
     scope = _scope(compiled)
     config = Config.from_options(scope.kwargs.get("options"), scope.kwargs.get("mode"))
-    session = Session.of(scope)
-    session.unseal()
     sizes = sorted(config.cudagraph_capture_sizes, reverse=True)
-    with session.phase(tracing=True):
-        args, kwargs = _inputs(make_inputs, sizes[0])
-        other = sizes[1] if len(sizes) > 1 else max(sizes[0] - 1, 2)
-        _mark_varying(_tensors(args, kwargs), _tensors(*_inputs(make_inputs, other)))
-        with _torch.one_trace_for_all_sizes():
-            compiled(*args, **kwargs)
+    session = _trace(compiled, make_inputs, sizes)
     with session.phase(capturing=True), collector_paused():
         # A second round finds something to do only if module state moved between two sizes.
         for size in sizes * 2:
@@ -66,11 +60,40 @@ def warmup(compiled: Callable[..., Any], make_inputs: MakeInputs, *, seal: bool 
 def seal(compiled: Callable[..., Any]) -> None:
     """From now on nothing compiles or captures: such a call raises, or falls back by reason."""
     Session.of(_scope(compiled)).seal()
+    _session(compiled).seal()
 
 
 def report(compiled: Callable[..., Any]) -> Report:
     """What was compiled, captured, replayed, and every fallback with its reason."""
-    return report_session(Session.of(_scope(compiled)))
+    return report_session(_session(compiled))
+
+
+def _trace(compiled: Callable[..., Any], make_inputs: MakeInputs, sizes: list[int]) -> Session:
+    """Run the model once at the largest size, so that one trace serves every size."""
+    session = Session.of(_scope(compiled))
+    for each in (session, _session(compiled)):
+        each.unseal()
+    args, kwargs = _inputs(make_inputs, sizes[0])
+    other = sizes[1] if len(sizes) > 1 else (sizes[0] - 1 or 2)
+    _mark_varying(_tensors(args, kwargs), _tensors(*_inputs(make_inputs, other)))
+    with session.phase(tracing=True), _torch.one_trace_for_all_sizes():
+        compiled(*args, **kwargs)
+    session = _session(compiled)
+    if not session.runtimes:
+        raise ContractError(
+            f"a call of {type(compiled).__name__} did not reach the piecewise backend; compile "
+            "with backend='piecewise', and see that torch.compile is not switched off"
+        )
+    return session
+
+
+def _session(compiled: Callable[..., Any]) -> Session:
+    """The session that has the traces which serve `compiled`."""
+    scope = _scope(compiled)
+    sessions = [Session.of(scope)]
+    if not sessions[0].runtimes:
+        sessions += map(Session.of, _torch.scopes_with_traces(compiled, scope))
+    return next((session for session in sessions if session.runtimes), sessions[0])
 
 
 def _scope(compiled: object) -> _torch.CompileScope:
@@ -105,6 +128,12 @@ def _tensors(args: Iterable[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
 
 def _mark_varying(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> None:
     """Tell Dynamo which dimensions differ between two sizes, so that it traces once."""
+    ranks, other_ranks = ([tensor.dim() for tensor in each] for each in (tensors, others))
+    if ranks != other_ranks:
+        raise ContractError(
+            f"make_inputs returned tensors of rank {ranks} for one size and {other_ranks} for "
+            "another; return the same arguments for every size"
+        )
     for tensor, other in zip(tensors, others, strict=True):
         for dim, (size, other_size) in enumerate(zip(tensor.shape, other.shape, strict=True)):
             if size != other_size:

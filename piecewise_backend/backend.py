@@ -70,6 +70,7 @@ def piecewise(
     )
     runtime = Runtime(compiled, config, session, counters, dump, example_inputs)
     session.add(runtime)
+    _torch.trace_each_instance(gm)
     return runtime.call
 
 

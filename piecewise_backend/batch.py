@@ -45,6 +45,7 @@ class FallbackReason(enum.Enum):
     SEVERAL_VARYING_DIMS = "more than one dimension varies"
     TOKEN_DIMS_DIFFER = "inputs disagree about the number of tokens"
     MOVED_INPUT = "a parameter, buffer or cache moved since capture"
+    OVERLAPPING_INPUTS = "an input shares memory with one that the model writes"
     CAPTURE_ERROR = "capturing this size failed"
     NESTED_CALL = "the model called itself while a step of it was running"
     ASSUMPTION = "the size violates what a piece was compiled for, and the runtime is sealed"

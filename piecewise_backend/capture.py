@@ -23,6 +23,7 @@ from piecewise_backend import _torch
 from piecewise_backend.buffers import Arena
 from piecewise_backend.canonical import Instance
 from piecewise_backend.compiled import CompiledGraph
+from piecewise_backend.errors import CaptureError, PiecewiseError
 from piecewise_backend.graphs import CapturedGraph, GraphPool
 from piecewise_backend.padding import PaddedCall, find_padding_fault, sizes_in_arithmetic
 from piecewise_backend.plan import Plan, written_arguments
@@ -78,7 +79,12 @@ def capture_size(request: CaptureRequest) -> CapturedSize:
         _torch.ordinary_tensors(),
         request.pool.side_stream(),
     ):
-        return _Capture(request).run()
+        try:
+            return _Capture(request).run()
+        except PiecewiseError:
+            raise
+        except Exception as error:
+            raise CaptureError(f"a trial run of a piece failed: {error}") from error
 
 
 class _Capture:
@@ -99,8 +105,16 @@ class _Capture:
         )
         for item, value in zip(self.graph.split.inputs, request.args, strict=True):
             if isinstance(value, torch.Tensor):
-                self.values.setdefault(item.name, value)
+                # A tensor made in inference mode could not be written here, its memory can.
+                usable = _torch.weak_view(value) if value.is_inference() else value
+                self.values.setdefault(item.name, usable)
         self.outside = {x.untyped_storage().data_ptr() for x in self.values.values()}
+        self.input_at = {
+            _place(self.values[item.name]): position
+            for position, item in enumerate(self.graph.split.inputs)
+            if item.name in self.values and self.values[item.name].numel() > 0
+        }
+        self.undefined: set[str] = set()
         self.seen: set[int] = set()
         self.kept: list[CapturedGraph] = []
         self.num_graphs = 0
@@ -141,6 +155,9 @@ class _Capture:
         for name, output in zip(piece.outputs, captured.outputs, strict=True):
             self.values[name] = output
             self.writer.add_value(name, _torch.weak_view(output))
+            if (source := self.input_at.get(_place(output))) is not None:
+                self.writer.add_alias(name, source)
+        self.undefined |= {piece.outputs[position] for position in facts.undefined}
 
     def _inputs(self, instance: Instance, position: int) -> list[Any]:
         numbers = iter(self.graph.numbers_at(position, self.request.sizes))
@@ -160,12 +177,18 @@ class _Capture:
             if name is not None and name in read_by_pieces:
                 self.values[name] = self._stable_buffer(self.graph.layouts[name])
                 self.writer.add_value(name, _torch.weak_view(self.values[name]))
-        written = [self.values[value.name] for value in written_arguments(op)]
+        names = dict.fromkeys(value.name for value in written_arguments(op))
+        written = [self.values[name] for name in names if name in self.values]
         self._note_writes(written)
         fresh = [self.values[name] for name in op.outputs if name in self.values]
         for tensor in (*written, *fresh):
             if tensor.untyped_storage().data_ptr() not in self.outside:
                 _fill_with_noise(tensor)
+        if self.request.fewest != self.request.sizes:
+            for name in (*op.outputs, *(name for name in names if name in self.undefined)):
+                if name in self.values and not self.values[name].is_floating_point():
+                    self.writer.add_zeros(_torch.weak_view(self.values[name]))
+        self.undefined.difference_update(names)
         self.writer.add_split_op(op)
 
     def _stable_buffer(self, layout: Layout) -> torch.Tensor:
@@ -187,31 +210,39 @@ class _Capture:
         if self.request.fewest == self.request.sizes:
             return None
         instance = self.graph.instances[position]
-        layouts = [self._dynamic_layout(ref) for ref in instance.inputs]
         num_sizes = sum(isinstance(ref, Host) for ref in instance.inputs)
-        where = f"piece {instance.piece.index}: "
-        if fault := sizes_in_arithmetic(instance.distinct.module, num_sizes):
-            return where + fault
-        fault = find_padding_fault(
-            PaddedCall(
-                call=self.graph.call_at(position, self.request.sizes),
-                exact_call=self.graph.call_at(position, self.request.fewest),
-                inputs=inputs,
-                exact_numbers=self.graph.numbers_at(position, self.request.fewest)[:num_sizes],
-                input_layouts=layouts,
-                output_layouts=[
-                    self._dynamic_layout(Value(name)) for name in instance.piece.outputs
-                ],
-                mutated=self.graph.facts[instance.distinct.index].mutated,
-                undefined=self.graph.facts[instance.distinct.index].undefined,
-                tokens=self.request.fewest,
-            )
+        fault = sizes_in_arithmetic(instance.distinct.module, num_sizes)
+        if fault is None:
+            try:
+                fault = find_padding_fault(self._padded_call(position, inputs, num_sizes))
+            except Exception as error:  # such as a count that the model does not accept
+                fault = f"trying padding failed: {error}"
+        return f"piece {instance.piece.index}: {fault}" if fault else None
+
+    def _padded_call(self, position: int, inputs: Sequence[Any], num_sizes: int) -> PaddedCall:
+        instance = self.graph.instances[position]
+        facts = self.graph.facts[instance.distinct.index]
+        outputs = map(Value, instance.piece.outputs)
+        return PaddedCall(
+            call=self.graph.call_at(position, self.request.sizes),
+            exact_call=self.graph.call_at(position, self.request.fewest),
+            inputs=inputs,
+            exact_numbers=self.graph.numbers_at(position, self.request.fewest)[:num_sizes],
+            input_layouts=[self._dynamic_layout(ref) for ref in instance.inputs],
+            output_layouts=[self._dynamic_layout(ref) for ref in outputs],
+            mutated=facts.mutated,
+            undefined=facts.undefined,
+            tokens=self.request.fewest,
         )
-        return where + fault if fault else None
 
     def _dynamic_layout(self, ref: Any) -> Layout | None:
         layout = self.graph.layouts[ref.name] if isinstance(ref, Value) else None
         return layout if layout is not None and layout.is_dynamic else None
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Where a tensor lies and how: equal for two tensors that are the same but in name."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
 @contextmanager

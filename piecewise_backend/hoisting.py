@@ -229,7 +229,8 @@ def _twin(op: OpOverload, indexed: tuple[str, ...]) -> OpOverload:
         for argument_name in indexed:
             bound[argument_name] = _values[_torch.hint_of(bound[argument_name])]
         order = [a.name for a in op._schema.arguments if not a.kwarg_only and a.name in bound]
-        return op(*(bound.pop(n) for n in order), **bound)
+        positional = [bound.pop(n) for n in order]
+        return op(*positional, **bound)
 
     _library.impl(name, call_original, "CompositeExplicitAutograd")
     torch.library.register_fake(f"piecewise_hoisted::{name}", call_original, lib=_library)

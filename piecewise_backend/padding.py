@@ -68,15 +68,16 @@ def find_padding_fault(padded: PaddedCall) -> str | None:
     if fault := _overlapping_inputs(padded):
         return fault
     exact = _run(padded, padded.exact_call, _cut(padded))
-    runs = [_run(padded, padded.call, _pad(padded, fill)) for fill in _FILLS]
-    for position, (c, *filled) in enumerate(zip(exact, *runs, strict=True)):
-        if position in padded.undefined:
-            continue
-        where = _name(padded, position)
-        if not all(_same(filled[0], other) for other in filled[1:]):
-            return f"real rows of {where} depend on the padded rows"
-        if filled[0].shape != c.shape or not _near(filled[0], c):
-            return f"{where} depends on the padded size"
+    for real_integers, fills in _trials(padded):
+        runs = [_run(padded, padded.call, _pad(padded, fill, real_integers)) for fill in fills]
+        for position, filled in enumerate(zip(*runs, strict=True)):
+            if position in padded.undefined:
+                continue
+            where = _name(padded, position)
+            if not all(_same(filled[0], other) for other in filled[1:]):
+                return f"real rows of {where} depend on the padded rows"
+            if real_integers is None and not _near(filled[0], exact[position]):
+                return f"{where} depends on the padded size"
     return None
 
 
@@ -125,8 +126,21 @@ def sizes_in_arithmetic(module: fx.GraphModule, num_sizes: int) -> str | None:
     return None
 
 
-def _pad(padded: PaddedCall, fill: Fill) -> list[Any]:
-    """Copies whose padded rows hold other values."""
+def _trials(padded: PaddedCall) -> list[tuple[Fill | None, Sequence[Fill]]]:
+    """What to put in the real rows of integers (None: what they hold), and in padded rows."""
+    has_integers = any(
+        layout is not None and not value.is_floating_point() and not value.is_complex()
+        for value, layout in zip(padded.inputs, padded.input_layouts, strict=True)
+    )
+    trials: list[tuple[Fill | None, Sequence[Fill]]] = [(None, _FILLS)]
+    if has_integers:
+        # Padding shows in a maximum only if no real row holds the largest value that is valid.
+        trials += [(_LOW, (_LOW, _HIGH)), (_HIGH, (_LOW, _HIGH))]
+    return trials
+
+
+def _pad(padded: PaddedCall, fill: Fill, real_integers: Fill | None) -> list[Any]:
+    """Copies with other values in their padded rows, and in the real rows of integers."""
     inputs = []
     for position, (value, layout) in enumerate(
         zip(padded.inputs, padded.input_layouts, strict=True)
@@ -139,6 +153,8 @@ def _pad(padded: PaddedCall, fill: Fill) -> list[Any]:
         )
         real = layout.rows(value, padded.tokens)
         _write(copy, fill(value, real))
+        if real_integers is not None and not (value.is_floating_point() or value.is_complex()):
+            real = layout.rows(real_integers(value, real), padded.tokens)
         _write(layout.rows(copy, padded.tokens), real)
         inputs.append(copy)
     return inputs
@@ -172,13 +188,9 @@ def _constant_fill(number: float) -> Fill:
     return fill
 
 
-_FILLS: tuple[Fill, ...] = (
-    _repeat_first_row,
-    _constant_fill(float("nan")),
-    # A reduction may pass over NaN, or a sort move it behind all real rows.
-    _constant_fill(1e4),
-    _constant_fill(-1e4),
-)
+_HIGH, _LOW = _constant_fill(1e4), _constant_fill(-1e4)
+# A reduction may pass over NaN, or a sort move it behind all real rows: hence large and small.
+_FILLS: tuple[Fill, ...] = (_repeat_first_row, _constant_fill(float("nan")), _HIGH, _LOW)
 
 
 def _write(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -229,6 +241,8 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _near(a: torch.Tensor, c: torch.Tensor) -> bool:
+    if a.shape != c.shape:
+        return False
     if a.numel() == 0:
         return True
     if a.is_complex():

@@ -40,6 +40,10 @@ class InputMoved(Exception):
     """A bound input is no longer where it was at capture."""
 
 
+class InputsOverlap(Exception):
+    """An input that is copied shares memory with one that a step writes."""
+
+
 class PlanWriter:
     """Collects the statements of a captured plan."""
 
@@ -62,6 +66,7 @@ class PlanWriter:
         self.tensors: list[tuple[torch.Tensor, Layout]] = []
         self.numbers: dict[sympy.Expr, int] = {}
         self.written: set[int] = set()
+        self.aliases: dict[str, int] = {}
         self.positions = {item.name: i for i, item in enumerate(graph.split.inputs)}
 
     def note_write(self, storage_address: int) -> None:
@@ -80,6 +85,15 @@ class PlanWriter:
             self.tensors.append((tensor, layout))
         else:
             self.texts[name] = self.code.bind(tensor, "static_")
+
+    def add_alias(self, name: str, position: int) -> None:
+        """A value that is an input, written in place perhaps: returned, it is that very tensor."""
+        self.aliases[name] = position
+
+    def add_zeros(self, tensor: torch.Tensor) -> None:
+        """Before a split op fills a buffer of integers: a piece may use padded rows as indices,
+        and whatever the memory held before need not be one."""
+        self.code.add(f"{self.code.bind(tensor, 'padded_')}.zero_()")
 
     def add_split_op(self, op: SplitOp) -> None:
         """Append the call of a split op; what pieces read of its results goes to buffers."""
@@ -136,11 +150,20 @@ class PlanWriter:
         """An output is copied out of a buffer, unless it is the caller's or fresh already."""
         if not isinstance(ref, Value):
             return self._text(ref)
-        if ref.name in self.positions:
-            return f"args[{self.positions[ref.name]}]"
+        position = self.positions.get(ref.name, self.aliases.get(ref.name))
+        if position is not None:
+            return f"args[{position}]"
         text = self._text(ref)
-        is_fresh = text.startswith("t")
-        return text if is_fresh or self.has_static_outputs else f"{text}.clone()"
+        if self.has_static_outputs:
+            return text
+        if text.startswith("t"):  # from a split op, which may have returned what it was given
+            return f"{self.code.bind(_owned(self._static_storages()), 'owned_')}({text})"
+        return f"{text}.clone()"
+
+    def _static_storages(self) -> frozenset[int]:
+        bound = [value for value in self.code.names.values() if isinstance(value, torch.Tensor)]
+        tensors = [*(tensor for tensor, _ in self.tensors), *bound]
+        return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
     def _head(self) -> list[str]:
         bound = self.static_inputs.bound
@@ -152,6 +175,9 @@ class PlanWriter:
         where, at = self.code.bind(addresses), self.code.bind(list(bound))
         lines.append(f"if not {same}(args, {where}, {at}): raise {moved}")
         staged = self.static_inputs.staged
+        if staged and (written := self._written_inputs()):
+            overlap = self.code.bind(_overlap(written, staged), "overlap_")
+            lines.append(f"if {overlap}(args): raise {self.code.bind(InputsOverlap)}")
         if staged:
             buffers = [self._text(Value(self.graph.split.inputs[i].name)) for i in staged]
             fresh = " or ".join(
@@ -164,15 +190,42 @@ class PlanWriter:
             lines.append(f"    {copy}([{', '.join(buffers)}], [{sources}])")
         return lines
 
+    def _written_inputs(self) -> tuple[int, ...]:
+        """Positions of the inputs that a step writes."""
+        staged = {i: self.static_inputs.buffer(i, self.sizes) for i in self.static_inputs.staged}
+        tensors = {i: x for i, x in enumerate(self.args) if isinstance(x, torch.Tensor)} | staged
+        return tuple(
+            i for i, x in tensors.items() if x.untyped_storage().data_ptr() in self.written
+        )
+
     def _copies_back(self) -> list[str]:
         """Staged inputs that a step wrote: the caller sees the new values."""
         lines = []
-        for position in self.static_inputs.staged:
-            buffer = self.static_inputs.buffer(position, self.sizes)
-            if buffer.untyped_storage().data_ptr() in self.written:
+        for position in self._written_inputs():
+            if position in self.static_inputs.staged:
                 name = self.graph.split.inputs[position].name
                 lines.append(f"args[{position}].copy_({self._text(Value(name))})")
         return lines
+
+
+def _overlap(written: Sequence[int], staged: Sequence[int]) -> Callable[[Sequence[Any]], bool]:
+    """Would a step write what another input was copied from?"""
+
+    def overlap(args: Sequence[Any]) -> bool:
+        writers = {args[i].untyped_storage().data_ptr(): i for i in written}
+        return any(writers.get(args[i].untyped_storage().data_ptr(), i) != i for i in staged)
+
+    return overlap
+
+
+def _owned(static_storages: frozenset[int]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """An in-place op returns its argument: a static buffer, which must not leave the plan."""
+
+    def owned(result: torch.Tensor) -> torch.Tensor:
+        is_static = result.untyped_storage().data_ptr() in static_storages
+        return result.clone() if is_static else result
+
+    return owned
 
 
 def _shape_mismatch(op: SplitOp) -> Callable[[torch.Tensor, torch.Tensor], None]:

@@ -28,7 +28,7 @@ from piecewise_backend.dispatch import Dispatcher
 from piecewise_backend.dump import GraphDump
 from piecewise_backend.errors import CaptureError, ContractError
 from piecewise_backend.plan import dynamic_plan
-from piecewise_backend.plan_writer import InputMoved
+from piecewise_backend.plan_writer import InputMoved, InputsOverlap
 from piecewise_backend.session import Session
 from piecewise_backend.sizes import SizeFunction, Sizes
 from piecewise_backend.statistics import Statistics
@@ -98,6 +98,8 @@ class Runtime:
                     result = plan(list(args), rows)
                 except InputMoved:
                     return self._recover_from_move(args)
+                except InputsOverlap:
+                    return self._refuse_overlap(args)
                 statistics.num_replays += 1
                 return result
             finally:
@@ -116,16 +118,16 @@ class Runtime:
         """On CUDA: a call on another stream than the one before must wait for that one."""
         if self.graph.device.type != "cuda":
             return None
-        index = self.graph.device.index or 0
-        last = _torch.raw_stream(index)
+        device, index = self.graph.device, self.graph.device.index or 0
+        last, earlier = _torch.raw_stream(index), torch.cuda.current_stream(device)
 
         def check() -> None:
-            nonlocal last
+            nonlocal last, earlier
             current = _torch.raw_stream(index)
             if current != last:
-                earlier = torch.cuda.ExternalStream(last, device=self.graph.device)
-                torch.cuda.current_stream(self.graph.device).wait_stream(earlier)
-                last = current
+                stream = torch.cuda.current_stream(device)
+                stream.wait_stream(earlier)
+                last, earlier = current, stream
 
         return check
 
@@ -161,6 +163,8 @@ class Runtime:
             result = captured.plan.function(list(args), rows)
         except InputMoved:
             return self._recover_from_move(args)
+        except InputsOverlap:
+            return self._refuse_overlap(args)
         key = sizes[0] if len(sizes) == 1 else sizes
         self._prepared[key] = (captured.plan.function, rows)
         self.statistics.num_replays += 1
@@ -220,6 +224,11 @@ class Runtime:
         self._hits.clear()
         sizes = self.graph.token_dim.read(args)
         return self._fall_back(args, sizes, FallbackReason.MOVED_INPUT)
+
+    def _refuse_overlap(self, args: Args) -> Any:
+        """A copy of an input would miss what the model writes to it through another one."""
+        sizes = self.graph.token_dim.read(args)
+        return self._fall_back(args, sizes, FallbackReason.OVERLAPPING_INPUTS)
 
     def _capture(self, args: Args, sizes: Sizes, size: int) -> None:
         try:

@@ -42,6 +42,10 @@ class Session:
             setattr(scope, _ATTRIBUTE, session)
         return session
 
+    def __deepcopy__(self, memo: object) -> Session:
+        """A copy of a compiled model is traced by itself."""
+        return type(self)()
+
     def add(self, runtime: Runtime) -> None:
         """A new trace."""
         self._runtimes.append(weakref.ref(runtime))

@@ -165,6 +165,7 @@ class _Cutter:
 
     def _close_piece(self) -> None:
         if self.pending:
+            _refuse_open_regions(self.pending)
             builder = _PieceBuilder(self.gm, self.pending)
             self.steps.append(builder.build(len(self.steps), _read_outside(self.pending)))
             self.pending = []
@@ -182,7 +183,6 @@ class _PieceBuilder:
         self.tracer = fx.proxy.GraphAppendingTracer(self.graph)
 
     def build(self, index: int, outputs: list[fx.Node]) -> Piece:
-        _refuse_open_regions(self.nodes)
         inputs = self._tensor_inputs()
         examples = {node.name: _torch.example_of(node) for node in (*inputs, *outputs)}
         symbols = _symbols_of([_torch.example_of(node) for node in inputs])
@@ -300,21 +300,28 @@ def _refuse_data_dependence(gm: fx.GraphModule, bound: frozenset[sympy.Symbol]) 
                 )
 
 
-_REGION_OPENS: dict[Any, int] = {
-    torch.amp.autocast_mode._enter_autocast: 1,
-    torch.amp.autocast_mode._exit_autocast: -1,
+_REGION_OPENS = {
+    "_enter_autocast": 1,
+    "_exit_autocast": -1,
+    "_enter_inference_mode": 1,
+    "_exit_inference_mode": -1,
+    "_vmap_increment_nesting": 1,
+    "_vmap_decrement_nesting": -1,
 }
 
 
 def _refuse_open_regions(nodes: list[fx.Node]) -> None:
-    """An autocast region that a cut splits would leave the split op under the wrong mode."""
-    depth = 0
+    """A region that a cut splits would leave the split op under the wrong mode."""
+    depth: dict[str, int] = {}
     for node in nodes:
-        depth += _REGION_OPENS.get(node.target, 0)
-        if depth < 0:
-            break
-    if depth:
+        name = getattr(node.target, "__name__", "")
+        if name in _REGION_OPENS:
+            region = "vmap" if "vmap" in name else name.split("_", 2)[2]
+            depth[region] = depth.get(region, 0) + _REGION_OPENS[name]
+            if depth[region] < 0:
+                break
+    for region in (region for region, level in depth.items() if level):
         raise SplitError(
-            f"an autocast region spans a splitting op ({location_of(nodes[0])}); close it before "
-            "the op, or put the whole model under autocast"
+            f"the {region} region spans a splitting op ({location_of(nodes[0])}); close it before "
+            f"the op, or call the whole model under {region}"
         )

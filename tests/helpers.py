@@ -7,8 +7,10 @@ The ops are in the namespace `pwtest`. Nothing is registered as a splitting op: 
 from __future__ import annotations
 
 import collections
+import contextlib
+import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -255,7 +257,6 @@ def agrees_with_eager(
     *,
     sizes: Sequence[int] = (4, 3, 8, 5, 16, 13),
     calls: int = 4,
-    compiled: Any = None,
     **options: Any,
 ) -> pw.Report:
     """Call piecewise and eager side by side, and compare outputs and inputs after each call.
@@ -263,25 +264,40 @@ def agrees_with_eager(
     Sizes alternate, so that each is replayed after others used the same memory; outputs of
     all calls are kept and compared once more at the end.
     """
-    compiled = compiled or compile(function, **options)
+    compiled = compile(function, **options)
     kept = []
-    with torch.no_grad():
-        for call in range(calls):
-            for size in sizes:
-                given, wanted = make_inputs(size), make_inputs(size)
-                _vary(given, call), _vary(wanted, call)
-                args = given if call else mark_dynamic(given)
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", RuntimeWarning)
-                    got = compiled(*args)
-                expected = function(*wanted)
-                where = f"call {call} of size {size}: "
-                same(got, expected, where + "outputs")
-                same(given, wanted, where + "inputs afterwards")
-                kept.append((got, expected, where + "outputs, looked at after all calls"))
+    with torch.no_grad(), quiet_fallbacks():
+        for call, size in itertools.product(range(calls), sizes):
+            given, wanted = make_inputs(size), make_inputs(size)
+            _vary(given, call)
+            _vary(wanted, call)
+            if call == 0:
+                mark_varying(given, make_inputs(size + 2))
+            got, expected = compiled(*given), function(*wanted)
+            where = f"call {call} of size {size}: "
+            same(got, expected, where + "outputs")
+            same(given, wanted, where + "inputs afterwards")
+            kept.append((got, expected, where + "outputs, looked at after all calls"))
     for got, expected, where in kept:
         same(got, expected, where)
     return pw.report(compiled)
+
+
+def mark_varying(args: Sequence[Any], others: Sequence[Any]) -> None:
+    """Tell Dynamo which dimensions vary, from the arguments of two sizes."""
+    for arg, other in zip(pytree.tree_leaves(args), pytree.tree_leaves(others), strict=True):
+        if isinstance(arg, Tensor):
+            for dim, (size, other_size) in enumerate(zip(arg.shape, other.shape, strict=True)):
+                if size != other_size:
+                    torch._dynamo.maybe_mark_dynamic(arg, dim)
+
+
+@contextlib.contextmanager
+def quiet_fallbacks() -> Iterator[None]:
+    """For tests that look at numbers, not at how they were served."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
 
 
 def _vary(args: Sequence[Any], call: int) -> None:

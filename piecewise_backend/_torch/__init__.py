@@ -15,7 +15,9 @@ from piecewise_backend._torch.dynamo import (
     example_of,
     is_static_input,
     scope_of,
+    scopes_with_traces,
     source_name,
+    trace_each_instance,
 )
 from piecewise_backend._torch.inductor import compile_with_inductor, mode_patches
 from piecewise_backend._torch.memory import (
@@ -62,7 +64,9 @@ __all__ = [
     "raw_stream",
     "same_addresses",
     "scope_of",
+    "scopes_with_traces",
     "size_expr",
     "source_name",
+    "trace_each_instance",
     "weak_view",
 ]
