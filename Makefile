@@ -32,6 +32,7 @@ golden: $(READY) ## accept new golden text, then read the diff
 
 bench: ## benchmarks on a CUDA device, with the environment's own python
 	$(PYTHON) -m benchmarks.step_time
+	$(PYTHON) -m benchmarks.capture_cost
 	$(PYTHON) -m benchmarks.compile_time
 
 clean:

@@ -53,6 +53,7 @@ def warmup(compiled: Callable[..., Any], make_inputs: MakeInputs, *, seal: bool 
                 args, kwargs = _inputs(make_inputs, size)
                 compiled(*args, **kwargs)
     if seal:
+        Session.of(scope).seal()
         session.seal()
     return report_session(session)
 
@@ -70,13 +71,13 @@ def report(compiled: Callable[..., Any]) -> Report:
 
 def _trace(compiled: Callable[..., Any], make_inputs: MakeInputs, sizes: list[int]) -> Session:
     """Run the model once at the largest size, so that one trace serves every size."""
-    session = Session.of(_scope(compiled))
-    for each in (session, _session(compiled)):
-        each.unseal()
+    own, serving = Session.of(_scope(compiled)), _session(compiled)
+    own.unseal()
+    serving.unseal()
     args, kwargs = _inputs(make_inputs, sizes[0])
     other = sizes[1] if len(sizes) > 1 else (sizes[0] - 1 or 2)
     _mark_varying(_tensors(args, kwargs), _tensors(*_inputs(make_inputs, other)))
-    with session.phase(tracing=True), _torch.one_trace_for_all_sizes():
+    with own.phase(tracing=True), serving.phase(tracing=True), _torch.one_trace_for_all_sizes():
         compiled(*args, **kwargs)
     session = _session(compiled)
     if not session.runtimes:

@@ -70,7 +70,6 @@ def piecewise(
     )
     runtime = Runtime(compiled, config, session, counters, dump, example_inputs)
     session.add(runtime)
-    _torch.trace_each_instance(gm)
     return runtime.call
 
 

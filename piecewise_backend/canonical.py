@@ -126,7 +126,11 @@ class _Describer:
             (place, "slot" if place in slots else repr(map_leaves(value, self._constant)))
             for place, value in hoisting.places(node)
         )
-        return (node.op, _target_key(node), arguments)
+        # What an op returns may depend on a constant: pieces are alike only if it does not.
+        returned = (
+            repr(map_leaves(_torch.example_of(node), self._example)) if slots else ""
+        )
+        return (node.op, _target_key(node), arguments, returned)
 
     def _example(self, value: Any) -> tuple[Any, ...]:
         if not isinstance(value, torch.Tensor):

@@ -8,7 +8,8 @@ Knows nothing of dispatch.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,17 +34,26 @@ _MAX_COPIED_BYTES = 16 * 2**20
 
 
 class Captures:
-    """Captures sizes on demand into one pool, over one set of static buffers."""
+    """Captures sizes on demand into one pool, over one set of static buffers.
+
+    They belong to the parameters that they read in place: to one instance of a model. When all
+    of those are gone the memory is given back.
+    """
 
     def __init__(self, graph: CompiledGraph, config: Config) -> None:
         self.graph = graph
         self.config = config
         self.sizes: dict[int, CapturedSize] = {}
+        self.prepared: dict[Any, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
+        """By symbol values: a plan, and the views that it needs for them."""
+        self.hits: dict[int, int] = {}
+        """Calls at each size before its capture."""
         self.seconds = 0.0
         self._pool = _make_pool(graph.device, config)
         self._arena = Arena(graph.device)
         self._static_inputs: StaticInputs | None = None
         self._addresses: dict[int, int] = {}
+        self._owners: dict[int, weakref.ref[torch.Tensor]] = {}
         self._moves: dict[int, int] = {}
 
     @property
@@ -80,8 +90,48 @@ class Captures:
         """
         for position in self._moved(args):
             self._moves[position] = self._moves.get(position, 0) + 1
+        self._clear()
+        self._addresses, self._owners = {}, {}
+
+    def fit(self, args: Sequence[Any]) -> bool:
+        """Everything that graphs read in place lies where it was at capture."""
+        return bool(self._addresses) and not self._moved(args)
+
+    def do_not_fit(self, args: Sequence[Any]) -> bool:
+        """Something lies elsewhere."""
+        return bool(self._moved(args))
+
+    def belong_to_another(self, args: Sequence[Any]) -> bool:
+        """The call is one of another instance of the model, or with another large cache."""
+        owners = {position: self._owners[position]() for position in self._moved(args)}
+        return any(
+            owner is not None and owner is not args[position] and not _is_copied(args[position])
+            for position, owner in owners.items()
+        )
+
+    @property
+    def are_alive(self) -> bool:
+        """Some parameter or cache that they read still exists."""
+        return any(owner() is not None for owner in self._owners.values())
+
+    def _clear(self) -> None:
         self.sizes.clear()
+        self.prepared.clear()
+        self.hits.clear()
         self._static_inputs = None
+
+    def _bind(self, args: Sequence[Any], positions: Sequence[int]) -> None:
+        this = weakref.ref(self)
+
+        def on_death(_: object) -> None:
+            captures = this()
+            if captures is not None and not captures.are_alive:
+                captures._clear()
+                captures._arena = Arena(captures.graph.device)
+                captures._pool = _make_pool(captures.graph.device, captures.config)
+
+        self._addresses = {i: args[i].data_ptr() for i in positions}
+        self._owners = {i: weakref.ref(args[i], on_death) for i in positions}
 
     def _moved(self, args: Sequence[Any]) -> list[int]:
         return [i for i, address in self._addresses.items() if args[i].data_ptr() != address]
@@ -90,9 +140,7 @@ class Captures:
         return frozenset(
             position
             for position, moves in self._moves.items()
-            if moves > 1
-            and not isinstance(args[position], torch.nn.Parameter)
-            and args[position].nbytes <= _MAX_COPIED_BYTES
+            if moves > 1 and _is_copied(args[position])
         )
 
     def _request(
@@ -104,7 +152,7 @@ class Captures:
             self._static_inputs = StaticInputs.of(
                 self.graph, self._arena, largest, self._copied(args)
             )
-            self._addresses = {i: args[i].data_ptr() for i in self._static_inputs.bound}
+            self._bind(args, self._static_inputs.bound)
         fewest = table.smallest_padded(size) if token_dim.tokens else size
         assert self._pool is not None
         return CaptureRequest(
@@ -119,6 +167,11 @@ class Captures:
             num_warmups=self.config.cudagraph_num_of_warmups,
             has_static_outputs=self.config.outputs == "static",
         )
+
+
+def _is_copied(tensor: torch.Tensor) -> bool:
+    """May be copied, should it move again and again."""
+    return not isinstance(tensor, torch.nn.Parameter) and tensor.nbytes <= _MAX_COPIED_BYTES
 
 
 def _make_pool(device: torch.device, config: Config) -> GraphPool | None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -148,9 +149,12 @@ def _emit_scaling(
     assert isinstance(slot.place, int)
     tensor = copies[node.args[1 - slot.place]]  # type: ignore[index]
     dtype = _scaled_tensor(slot).dtype
+    is_product = node.target in (operator.mul, torch.mul, "mul")
+    if not is_product and slot.place == 0:
+        # What torch makes of `c / x`, in this order of roundings.
+        tensor, is_product = graph.call_method("reciprocal", (tensor,)), True
     wide = graph.call_method("to", (tensor, _COMPUTE_DTYPE[dtype]))
     operands = (scale, wide) if slot.place == 0 else (wide, scale)
-    is_product = node.target in (operator.mul, torch.mul, "mul")
     scaled = graph.call_function(torch.mul if is_product else torch.div, operands)
     result = graph.call_method("to", (scaled, dtype))
     result.meta = dict(node.meta)
@@ -196,7 +200,8 @@ def _schema_argument(slot: Slot) -> Any:
 
 
 def _takes_symint(slot: Slot) -> bool:
-    return isinstance(slot.value, int) and "SymInt" in str(_schema_argument(slot).real_type)
+    # `real_type` prints as "int" for a SymInt too.
+    return isinstance(slot.value, int) and _schema_argument(slot).real_type.kind() == "SymIntType"
 
 
 _values: list[Any] = []  # like torch.library's own registry, for the life of the process
@@ -218,10 +223,9 @@ def _twin(op: OpOverload, indexed: tuple[str, ...]) -> OpOverload:
     name = f"{op._schema.name.replace('::', '__')}_{op._overloadname}__{'_'.join(indexed)}"
     schema = str(op._schema).replace(f"{op._schema.name}", name, 1)
     schema = schema.replace(f"{name}.{op._overloadname}(", f"{name}(", 1)
-    for argument in op._schema.arguments:
-        if argument.name in indexed:
-            kind = str(argument.type)
-            schema = schema.replace(f"{kind} {argument.name}", f"SymInt {argument.name}", 1)
+    for argument in indexed:
+        # Whatever the type, `str?` for example; a default of that type would not fit an index.
+        schema = re.sub(rf"[^ (]+ {argument}(=[^,)]+)?(?=[,)])", f"SymInt {argument}=0", schema)
     _library.define(schema)
 
     def call_original(*args: Any, **kwargs: Any) -> Any:

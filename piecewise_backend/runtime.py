@@ -39,6 +39,8 @@ Args = tuple[Any, ...]
 
 # Token counts (times other sizes that only split ops see) whose views are kept.
 _MAX_PREPARED = 4096
+# Models of one class that are served in turn without capturing again.
+_MAX_INSTANCES = 64
 _NEVER_REPORTED = {FallbackReason.DISABLED, FallbackReason.NO_GRAPHS_ON_DEVICE}
 
 
@@ -65,8 +67,7 @@ class Runtime:
         self.dispatcher = Dispatcher.of(
             graph.token_dim, config, self.captures.is_possible, static_num_tokens
         )
-        self._prepared: dict[Any, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
-        self._hits: dict[int, int] = {}
+        self._parked: list[Captures] = []
         self._lock = threading.Lock()
         self._owner = 0
         plan, exprs = dynamic_plan(graph.split, graph.instances, graph.device.type)
@@ -78,7 +79,7 @@ class Runtime:
 
     def _make_call(self) -> Callable[..., Any]:
         """The function that Dynamo's code calls."""
-        prepared, lock, slow = self._prepared, self._lock, self._slow
+        lock, slow = self._lock, self._slow
         key_of = self._key_function()
         on_stream = self._stream_check()
         statistics = self.statistics
@@ -90,7 +91,7 @@ class Runtime:
                 self._owner = threading.get_ident()
                 if on_stream is not None:
                     on_stream()
-                ready = prepared.get(key_of(args))
+                ready = self.captures.prepared.get(key_of(args))
                 if ready is None:
                     return slow(args)
                 plan, rows = ready
@@ -151,12 +152,15 @@ class Runtime:
         captured = self.captures.sizes.get(decision)
         if captured is not None:
             return self._prepare(captured, sizes, args)
+        if self.captures.do_not_fit(args):
+            return self._recover_from_move(args)
         return self._not_captured(args, sizes, decision)
 
     def _prepare(self, captured: CapturedSize, sizes: Sizes, args: Args) -> Any:
         """First batch with these sizes: make its views, keep them, and run."""
-        if len(self._prepared) >= _MAX_PREPARED:
-            self._prepared.clear()
+        prepared = self.captures.prepared
+        if len(prepared) >= _MAX_PREPARED:
+            prepared.clear()
         with _torch.ordinary_tensors():
             rows = captured.rows.at(sizes)
         try:
@@ -166,7 +170,7 @@ class Runtime:
         except InputsOverlap:
             return self._refuse_overlap(args)
         key = sizes[0] if len(sizes) == 1 else sizes
-        self._prepared[key] = (captured.plan.function, rows)
+        prepared[key] = (captured.plan.function, rows)
         self.statistics.num_replays += 1
         return result
 
@@ -180,8 +184,9 @@ class Runtime:
         else:
             self.statistics.count(FallbackReason.NOT_CAPTURED)
             result = self._run_dynamic(args, sizes)
-        self._hits[size] = self._hits.get(size, 0) + 1
-        is_due = self._hits[size] >= self.config.capture_after and not self._session.is_tracing
+        hits = self.captures.hits
+        hits[size] = hits.get(size, 0) + 1
+        is_due = hits[size] >= self.config.capture_after and not self._session.is_tracing
         if is_warming_up or is_due:
             self._capture(args, sizes, size)
         return result
@@ -218,12 +223,22 @@ class Runtime:
         return self._dynamic(args, *binding)
 
     def _recover_from_move(self, args: Args) -> Any:
-        """A bound input lies elsewhere now: no captured graph may be replayed again."""
+        """A bound input lies elsewhere now: no graph that read it may be replayed."""
+        if self._switch_instance(args):
+            return self._slow(args)
         self.captures.forget(args)
-        self._prepared.clear()
-        self._hits.clear()
         sizes = self.graph.token_dim.read(args)
         return self._fall_back(args, sizes, FallbackReason.MOVED_INPUT)
+
+    def _switch_instance(self, args: Args) -> bool:
+        """Dynamo serves all instances of a class with one trace; each has its own captures."""
+        fitting = next((captures for captures in self._parked if captures.fit(args)), None)
+        if fitting is None and not self.captures.belong_to_another(args):
+            return False
+        others = [c for c in self._parked if c is not fitting and c.are_alive]
+        self._parked = [*others, self.captures][-_MAX_INSTANCES:]
+        self.captures = fitting or Captures(self.graph, self.config)
+        return True
 
     def _refuse_overlap(self, args: Args) -> Any:
         """A copy of an input would miss what the model writes to it through another one."""

@@ -156,6 +156,28 @@ def _(x: Tensor, scale: float, *, bias: float = 0.0) -> Tensor:
     return torch.empty_like(x)
 
 
+@torch.library.custom_op("pwtest::optional", mutates_args=["x"])
+def optional(x: Tensor, name: str | None = None, scale: float | None = None) -> None:
+    """An op for inside of pieces that writes, with optional constants."""
+    x.mul_(1.0 if scale is None else scale).add_(number_in(name or ""))
+
+
+@optional.register_fake
+def _(x: Tensor, name: str | None = None, scale: float | None = None) -> None:
+    return None
+
+
+@torch.library.custom_op("pwtest::widen", mutates_args=[])
+def widen(x: Tensor, factor: int) -> Tensor:
+    """An op for inside of pieces whose integer makes its shape."""
+    return x.repeat(1, factor)
+
+
+@widen.register_fake
+def _(x: Tensor, factor: int) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1] * factor)
+
+
 SPLIT_OPS = (
     "pwtest::attn",
     "pwtest::layer_attn",

@@ -17,6 +17,14 @@ OPS = torch.ops.pwtest
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
+
+def written(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """`x` changed in place by an op with constants."""
+    x = x.clone()
+    OPS.optional(x, *args, **kwargs)
+    return x
+
+
 PER_LAYER: dict[str, Callable[[Tensor, int], Tensor]] = {
     "a factor": lambda x, i: x * (0.37 + 0.1 * i),
     "a factor on the left": lambda x, i: (0.37 + 0.1 * i) * x,
@@ -41,6 +49,9 @@ PER_LAYER: dict[str, Callable[[Tensor, int], Tensor]] = {
     "a string, an integer and a factor": lambda x, i: OPS.indexed(
         OPS.named(x * (0.3 + i), f"layers.{i}"), i + 2
     ),
+    "an optional string": lambda x, i: written(x, f"layers.{i}"),
+    "an optional string and an optional float": lambda x, i: written(x, f"{i}", 0.37 + i),
+    "an optional float by keyword": lambda x, i: written(x, scale=0.37 + i),
     "zero and one among integers": lambda x, i: OPS.indexed(x, i % 2),
     "infinities": lambda x, i: (x * float("inf" if i % 2 else "-inf")).clamp(-5, 5),
 }

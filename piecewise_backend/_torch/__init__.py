@@ -17,7 +17,6 @@ from piecewise_backend._torch.dynamo import (
     scope_of,
     scopes_with_traces,
     source_name,
-    trace_each_instance,
 )
 from piecewise_backend._torch.inductor import compile_with_inductor, mode_patches
 from piecewise_backend._torch.memory import (
@@ -67,6 +66,5 @@ __all__ = [
     "scopes_with_traces",
     "size_expr",
     "source_name",
-    "trace_each_instance",
     "weak_view",
 ]

@@ -10,9 +10,6 @@ from torch import fx
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 from torch._dynamo.exc import ShortenTraceback
-from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import LocalSource
-from torch._guards import TracingContext
 
 
 class UnwrappedByDynamo(ShortenTraceback):
@@ -70,43 +67,18 @@ def scope_of(compiled: object) -> CompileScope | None:
 def scopes_with_traces(compiled: object, scope: CompileScope) -> list[CompileScope]:
     """Other `torch.compile` calls whose traces serve `compiled`.
 
-    Dynamo lets equal calls (same backend, same options) on one function share their traces,
-    which know only the call that made them. Ends when that can be switched off.
+    Dynamo lets equal calls (same backend, same options) share the traces of one function, or
+    of all modules of a class; a trace knows only the call that made it. Ends when a backend is
+    told for whom it is called.
     """
     function = getattr(compiled, "_torchdynamo_orig_callable", compiled)
     if isinstance(compiled, OptimizedModule):
         function = compiled._orig_mod
     if isinstance(function, torch.nn.Module):
         function = function.forward
-    owner = getattr(function, "__self__", None)
     code = getattr(function, "__code__", None)
-    found = []
-    for entry in _debug_get_cache_entry_list(code) if code is not None else ():
-        # See `trace_each_instance`.
-        instance = entry.guard_manager.id_matched_objs.get("self")
-        if entry.backend == scope and (instance is None or instance() is owner):
-            found.append(entry.backend)
-    return found
-
-
-def trace_each_instance(gm: fx.GraphModule) -> None:
-    """Have Dynamo trace every module by itself, and drop the trace when the module dies.
-
-    Dynamo takes parameters as inputs, so it would serve all modules of one class with the trace
-    of the first, and keep that after the module is gone. Graphs are captured for one set of
-    parameters, and hold memory. Guarding the identity of the module settles both. Ends when
-    traces can be tied to an object by public means.
-    """
-    if TracingContext.try_get() is None:
-        return
-    owners = {}
-    for node in gm.graph.find_nodes(op="placeholder"):
-        source = owner = getattr(node.meta.get("grapharg"), "source", None)
-        while hasattr(owner, "base"):
-            owner = owner.base
-        if isinstance(owner, LocalSource) and owner is not source and is_static_input(node):
-            owners[owner.local_name] = owner
-    install_guard(*(owner.make_guard(GuardBuilder.ID_MATCH) for owner in owners.values()))
+    entries = _debug_get_cache_entry_list(code) if code is not None else []
+    return [entry.backend for entry in entries if entry.backend == scope]
 
 
 def example_of(node: fx.Node) -> object:
