@@ -127,9 +127,7 @@ class _Describer:
             for place, value in hoisting.places(node)
         )
         # What an op returns may depend on a constant: pieces are alike only if it does not.
-        returned = (
-            repr(map_leaves(_torch.example_of(node), self._example)) if slots else ""
-        )
+        returned = repr(map_leaves(_torch.example_of(node), self._example)) if slots else ""
         return (node.op, _target_key(node), arguments, returned)
 
     def _example(self, value: Any) -> tuple[Any, ...]:

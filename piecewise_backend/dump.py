@@ -10,6 +10,7 @@ import itertools
 from pathlib import Path
 
 from piecewise_backend.canonical import Instance
+from piecewise_backend.errors import ConfigError
 from piecewise_backend.render import render_split_graph
 from piecewise_backend.steps import SplitGraph
 
@@ -48,5 +49,10 @@ def _unused(directory: Path) -> Path:
             candidate.mkdir(parents=True)
         except FileExistsError:
             continue
+        except OSError as error:
+            raise ConfigError(
+                f"dump_dir={str(directory)!r} cannot be written ({error.strerror}); give a "
+                "directory that can be made, or None"
+            ) from None
         return candidate
     raise AssertionError("count() does not end")

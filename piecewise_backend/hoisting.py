@@ -224,8 +224,9 @@ def _twin(op: OpOverload, indexed: tuple[str, ...]) -> OpOverload:
     schema = str(op._schema).replace(f"{op._schema.name}", name, 1)
     schema = schema.replace(f"{name}.{op._overloadname}(", f"{name}(", 1)
     for argument in indexed:
-        # Whatever the type, `str?` for example; a default of that type would not fit an index.
-        schema = re.sub(rf"[^ (]+ {argument}(=[^,)]+)?(?=[,)])", f"SymInt {argument}=0", schema)
+        # Whatever the type, `str?` for example. An argument equal to its default is not passed on
+        # to Python, hence one that is no index.
+        schema = re.sub(rf"[^ (]+ {argument}(=[^,)]+)?(?=[,)])", f"SymInt {argument}=-1", schema)
     _library.define(schema)
 
     def call_original(*args: Any, **kwargs: Any) -> Any:

@@ -6,8 +6,8 @@ Out: None if padding is safe, else what was observed.
 The piece runs on copies of the inputs whose padded rows differ: a real row, NaN, large and small
 values. The real rows of the outputs, and of the inputs that the piece writes, must agree to the
 bit, or some row depends on padding. They must also be near what the piece gives without padding,
-or they depend on the size itself. A size used as a number in arithmetic is refused unseen: at 497 of 512 tokens the
-difference could pass for rounding.
+or they depend on the size itself. A size used as a number in arithmetic is refused unseen: at
+497 of 512 tokens the difference could pass for rounding.
 """
 
 from __future__ import annotations
@@ -179,6 +179,8 @@ def _constant_fill(number: float) -> Fill:
             largest = torch.finfo(value.dtype).max
             filler = max(-largest, min(largest, number)) if number == number else number
             return torch.full((), filler, dtype=value.dtype, device=value.device).expand_as(value)
+        if value.dtype == torch.bool:
+            return torch.full_like(value, number > 0)
         if value.numel() == 0:
             return value
         wide = value.long()

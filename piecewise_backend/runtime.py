@@ -24,7 +24,7 @@ from piecewise_backend.captures import Captures
 from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.config import Config
 from piecewise_backend.counters import CompilationCounter
-from piecewise_backend.dispatch import Dispatcher
+from piecewise_backend.dispatch import STATIC_SIZE, Dispatcher
 from piecewise_backend.dump import GraphDump
 from piecewise_backend.errors import CaptureError, ContractError
 from piecewise_backend.plan import dynamic_plan
@@ -68,6 +68,7 @@ class Runtime:
             graph.token_dim, config, self.captures.is_possible, static_num_tokens
         )
         self._parked: list[Captures] = []
+        self._warned: set[FallbackReason] = set()
         self._lock = threading.Lock()
         self._owner = 0
         plan, exprs = dynamic_plan(graph.split, graph.instances, graph.device.type)
@@ -202,7 +203,7 @@ class Runtime:
         return result
 
     def _report_fallback(self, reason: FallbackReason, sizes: Sizes, detail: str = "") -> None:
-        is_first = self.statistics.count(reason) == 1
+        self.statistics.count(reason)
         if reason in _NEVER_REPORTED:
             return
         detail = detail or self.dispatcher.detail(reason, sizes)
@@ -210,7 +211,8 @@ class Runtime:
         message += f" ({detail})" if detail else ""
         if self.config.on_fallback == "raise":
             raise ContractError(f"{message}; on_fallback='raise' makes this an error")
-        if is_first:
+        if reason not in self._warned:
+            self._warned.add(reason)
             warnings.warn(message, RuntimeWarning, stacklevel=4)
 
     def _run_dynamic(self, args: Args, sizes: Sizes) -> Any:
@@ -257,6 +259,11 @@ class Runtime:
         self.counters.add(num_cudagraph_captured=captured.num_graphs)
         self._dump.write(f"plan_{size or 'static'}.py", captured.plan.source)
         log.debug("captured size %d: %d graphs", size, captured.num_graphs)
+
+    def has_captured(self, size: int) -> bool:
+        """There are graphs for this capture size, or it is known that there can be none."""
+        key = size if self.graph.token_dim.tokens else STATIC_SIZE
+        return key in self.captures.sizes or key in self.dispatcher.failed_sizes
 
     def seal(self) -> None:
         """Compile nothing any more: a violated assumption runs a piece as traced."""

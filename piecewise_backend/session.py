@@ -56,11 +56,8 @@ class Session:
         return [runtime for ref in self._runtimes if (runtime := ref()) is not None]
 
     def has_captured(self, size: int) -> bool:
-        """Some trace has graphs for this size, or is known not to have them."""
-        return any(
-            size in runtime.captures.sizes or size in runtime.dispatcher.failed_sizes
-            for runtime in self.runtimes
-        )
+        """Every trace has graphs for this size, or is known not to have them."""
+        return all(runtime.has_captured(size) for runtime in self.runtimes)
 
     def seal(self) -> None:
         """Freeze: from now on nothing compiles or captures."""

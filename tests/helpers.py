@@ -227,7 +227,7 @@ class Decoder(nn.Module):
         return x
 
 
-def compile(function: Any, **options: Any) -> Any:  # noqa: A001 - reads as torch.compile does
+def compile(function: Any, **options: Any) -> Any:
     """`torch.compile(function, backend="piecewise")` without Inductor, graphs emulated."""
     given = {
         "compiler": "eager",
@@ -337,9 +337,7 @@ def same(got: Any, expected: Any, where: str) -> None:
     for index, (a, b) in enumerate(zip(got_leaves, leaves, strict=True)):
         if isinstance(b, Tensor):
             message = f"{where}, leaf {index}"
-            torch.testing.assert_close(
-                a, b, equal_nan=True, msg=lambda m, at=message: f"{at}: {m}"
-            )
+            torch.testing.assert_close(a, b, equal_nan=True, msg=lambda m, at=message: f"{at}: {m}")
             assert a.is_contiguous() or not b.is_contiguous(), f"{message}: not contiguous"
         else:
             assert type(a) is type(b), f"{where}, leaf {index}: {a!r} instead of {b!r}"

@@ -233,9 +233,12 @@ def test_equal_constants_in_two_traces_have_equal_keys_and_others_do_not() -> No
 
 def test_distinct_pieces_are_compiled_once_each() -> None:
     compiled = compile(Decoder(4))
-    with torch.no_grad(), pw.compilation_counter.expect(
-        num_graphs_seen=1,
-        num_piecewise_graphs_seen=9,
-        num_piecewise_capturable_graphs_seen=5,
+    with (
+        torch.no_grad(),
+        pw.compilation_counter.expect(
+            num_graphs_seen=1,
+            num_piecewise_graphs_seen=9,
+            num_piecewise_capturable_graphs_seen=5,
+        ),
     ):
         compiled(*mark_dynamic((rows(4),)))

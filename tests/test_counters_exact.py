@@ -27,11 +27,14 @@ def test_toy_has_three_capturable_pieces_among_five() -> None:
 
 def test_twelve_layers() -> None:
     compiled = compile(Decoder(12), cudagraph_capture_sizes=SIZES)
-    with torch.no_grad(), pw.compilation_counter.expect(
-        num_graphs_seen=1,
-        num_piecewise_graphs_seen=25,
-        num_piecewise_capturable_graphs_seen=13,
-        num_cudagraph_captured=26,
+    with (
+        torch.no_grad(),
+        pw.compilation_counter.expect(
+            num_graphs_seen=1,
+            num_piecewise_graphs_seen=25,
+            num_piecewise_capturable_graphs_seen=13,
+            num_cudagraph_captured=26,
+        ),
     ):
         pw.warmup(compiled, of_rows())
 
@@ -73,11 +76,14 @@ def test_pieces_without_kernels_are_not_captured() -> None:
         return b * 2
 
     compiled = compile(model, cudagraph_capture_sizes=SIZES)
-    with torch.no_grad(), pw.compilation_counter.expect(
-        num_graphs_seen=1,
-        num_piecewise_graphs_seen=4,
-        num_piecewise_capturable_graphs_seen=2,
-        num_cudagraph_captured=2,
+    with (
+        torch.no_grad(),
+        pw.compilation_counter.expect(
+            num_graphs_seen=1,
+            num_piecewise_graphs_seen=4,
+            num_piecewise_capturable_graphs_seen=2,
+            num_cudagraph_captured=2,
+        ),
     ):
         pw.warmup(compiled, of_rows())
 

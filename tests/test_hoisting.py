@@ -185,12 +185,15 @@ def test_inductor_compiles_three_pieces_whatever_the_depth(dtype: torch.dtype) -
     layer = PER_LAYER["a string, an integer and a factor"]
     function = model(layer, 6)
     compiled = compile(function, compiler="inductor", cudagraph_capture_sizes=[4])
-    with torch.no_grad(), pw.compilation_counter.expect(
-        num_graphs_seen=1,
-        num_piecewise_graphs_seen=15,
-        num_piecewise_capturable_graphs_seen=8,
-        num_inductor_compiles=3,
-        num_cudagraph_captured=8,
+    with (
+        torch.no_grad(),
+        pw.compilation_counter.expect(
+            num_graphs_seen=1,
+            num_piecewise_graphs_seen=15,
+            num_piecewise_capturable_graphs_seen=8,
+            num_inductor_compiles=3,
+            num_cudagraph_captured=8,
+        ),
     ):
         pw.warmup(compiled, lambda descriptor: (rows(descriptor.num_tokens, dtype=dtype),))
     with torch.no_grad():

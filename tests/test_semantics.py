@@ -896,6 +896,7 @@ NEVER_REPLAYED = {
     "integer_argument",  # varies beside the tokens
     "cache_is_updated",  # another cache in every call
     "cache_is_scattered_into",
+    "expanded_input",  # a buffer laid out like it cannot be written
 }
 
 
@@ -985,9 +986,11 @@ def test_state_of_a_module_stays_eagers(module: type[nn.Module]) -> None:
 
 def test_padding_that_would_reach_a_cache_is_found_out() -> None:
     compiled = compile(Scattering(), cudagraph_capture_sizes=[4])
-    with torch.no_grad(), pytest.warns(RuntimeWarning, match="padding would change real rows"):
-        for size in (4, 4, 3):
-            compiled(*mark_dynamic((rows(size), torch.arange(size))))
+    with torch.no_grad():
+        for _ in range(2):
+            compiled(*mark_dynamic((rows(4), torch.arange(4))))
+        with pytest.warns(RuntimeWarning, match="padding would change real rows"):
+            compiled(rows(3), torch.arange(3))
 
 
 @pytest.mark.parametrize("outputs", ["fresh", "static"])
@@ -1008,12 +1011,13 @@ def test_two_inputs_that_disagree_about_tokens_fall_back() -> None:
         return out_attn(x, x, x) + 1, out_attn(y, y, y) * 2
 
     compiled = compile(function)
-    with torch.no_grad(), pytest.warns(RuntimeWarning, match="disagree about the number"):
+    with torch.no_grad(), quiet_fallbacks():
         for size, other in [(4, 4), (4, 4), (4, 4), (4, 3), (3, 4), (4, 4)]:
             args = (rows(size), rows(other, seed=1))
             same(compiled(*mark_dynamic(args)), function(*args), f"{size} and {other} rows")
     (graph,) = pw.report(compiled).graphs
     assert graph.num_replays > 0
+    assert graph.fallbacks["inputs disagree about the number of tokens"] == 2
 
 
 def test_outputs_are_not_overwritten_by_later_calls() -> None:
@@ -1027,20 +1031,23 @@ def test_outputs_are_not_overwritten_by_later_calls() -> None:
         same(got, expected, "kept output")
 
 
-@pytest.mark.parametrize("name", ["sum_of_everything", "softmax_over_tokens", "last_row",
-                                  "largest_integer", "sorted_by_value"])
+@pytest.mark.parametrize(
+    "name",
+    ["sum_of_everything", "softmax_over_tokens", "last_row", "largest_integer", "sorted_by_value"],
+)
 def test_warm_up_leaves_exact_sizes_their_graphs(name: str) -> None:
     function, make_inputs = CASES[name]
     compiled = compile(function)
     with torch.no_grad():
         pw.warmup(compiled, lambda descriptor: make_inputs(descriptor.num_tokens))
-        with pytest.warns(RuntimeWarning, match="padding would change real rows"):
+        with quiet_fallbacks():
             for size in (16, 13, 8, 5, 4, 3):
                 args = make_inputs(size)
                 same(compiled(*args), function(*make_inputs(size)), f"size {size}")
     (graph,) = pw.report(compiled).graphs
     assert graph.num_replays >= 3
     assert set(graph.padding_unsafe) == {4, 8, 16}
+    assert graph.fallbacks == {"padding would change real rows in a piece of this model": 3}
 
 
 def test_every_size_in_random_order_agrees() -> None:

@@ -37,9 +37,12 @@ def test_split_op_is_first() -> None:
         OPS.double(x, x)
         return x * 2
 
-    assert_expected_inline(sketch(split(function, rows(5))), """\
+    assert_expected_inline(
+        sketch(split(function, rows(5))),
+        """\
 0 split op: pwtest::double
-1 piece: mul""")
+1 piece: mul""",
+    )
 
 
 def test_split_op_is_last() -> None:
@@ -48,9 +51,12 @@ def test_split_op_is_last() -> None:
         OPS.double(z, y)
         return z
 
-    assert_expected_inline(sketch(split(function, rows(5), rows(5))), """\
+    assert_expected_inline(
+        sketch(split(function, rows(5), rows(5))),
+        """\
 0 piece: mul
-1 split op: pwtest::double""")
+1 split op: pwtest::double""",
+    )
 
 
 def test_graph_of_nothing_but_a_split_op() -> None:
@@ -58,7 +64,9 @@ def test_graph_of_nothing_but_a_split_op() -> None:
         OPS.double(x, y)
         return x
 
-    assert_expected_inline(sketch(split(function, rows(5), rows(5))), """0 split op: pwtest::double""")
+    assert_expected_inline(
+        sketch(split(function, rows(5), rows(5))), """0 split op: pwtest::double"""
+    )
 
 
 def test_no_empty_piece_between_adjacent_split_ops() -> None:
@@ -67,10 +75,13 @@ def test_no_empty_piece_between_adjacent_split_ops() -> None:
         OPS.double(y, z)
         return y + z
 
-    assert_expected_inline(sketch(split(function, rows(5), rows(5), rows(5))), """\
+    assert_expected_inline(
+        sketch(split(function, rows(5), rows(5), rows(5))),
+        """\
 0 split op: pwtest::double
 1 split op: pwtest::double
-2 piece: add""")
+2 piece: add""",
+    )
 
 
 def test_graph_without_split_ops_is_one_piece() -> None:
@@ -86,12 +97,15 @@ def test_allocations_are_pieces_of_their_own() -> None:
         OPS.double(b, c)
         return c
 
-    assert_expected_inline(sketch(split(function, rows(5))), """\
+    assert_expected_inline(
+        sketch(split(function, rows(5))),
+        """\
 0 piece: empty_like
 1 split op: pwtest::double
 2 piece: empty_like empty_like
 3 split op: pwtest::attn
-4 split op: pwtest::double""")
+4 split op: pwtest::double""",
+    )
 
 
 def test_items_of_a_result_belong_to_the_split_op() -> None:
@@ -101,12 +115,15 @@ def test_items_of_a_result_belong_to_the_split_op() -> None:
         return b + c
 
     graph = split(function, rows(5), rows(5))
-    assert_expected_inline(sketch(graph), """\
+    assert_expected_inline(
+        sketch(graph),
+        """\
 0 piece: mul
 1 split op: pwtest::pair
 2 piece: add
 3 split op: pwtest::fresh
-4 piece: add""")
+4 piece: add""",
+    )
     assert [op.outputs for op in graph.split_ops] == [("a", "b"), ("c",)]
 
 
@@ -150,12 +167,15 @@ def test_sizes_never_cross_a_cut() -> None:
         return b.view(n // 2, -1), size, n * 3 + 1, width
 
     graph = split(function, rows(5))
-    assert_expected_inline(sketch(graph), """\
+    assert_expected_inline(
+        sketch(graph),
+        """\
 0 piece: cat
 1 split op: pwtest::fresh
 2 piece: mul view mul new_zeros add ones mul expand
 3 split op: pwtest::fresh
-4 piece: view""")
+4 piece: view""",
+    )
     assert all(
         isinstance(piece.examples[name], Tensor) for piece in graph.pieces for name in piece.outputs
     )
@@ -172,10 +192,13 @@ def test_piece_that_would_only_compute_sizes_does_not_exist() -> None:
         return z.new_zeros(n), n
 
     graph = split(function, rows(5), rows(5), rows(5))
-    assert_expected_inline(sketch(graph), """\
+    assert_expected_inline(
+        sketch(graph),
+        """\
 0 split op: pwtest::double
 1 split op: pwtest::double
-2 piece: mul new_zeros""")
+2 piece: mul new_zeros""",
+    )
 
 
 def test_split_op_gets_numbers_as_host_expressions() -> None:
@@ -343,8 +366,11 @@ def test_data_dependent_values_are_refused(function: Callable[[Tensor], Tensor])
 
 def test_registered_op_that_would_be_frozen_in_a_piece_is_refused() -> None:
     pw.register_splitting_op("pwtest::attn")
-    with torch.no_grad(), pytest.raises(
-        pw.SplitError, match=r"'pwtest::attn' is a registered splitting op but splitting_ops="
+    with (
+        torch.no_grad(),
+        pytest.raises(
+            pw.SplitError, match=r"'pwtest::attn' is a registered splitting op but splitting_ops="
+        ),
     ):
         compile(lambda x: out_attn(x, x, x), splitting_ops=["pwtest::fresh"])(rows(4))
 
@@ -377,10 +403,13 @@ def _attend(x: Tensor) -> Tensor:
 
 
 def test_preset_cuts_at_scaled_dot_product_attention() -> None:
-    assert_expected_inline(sketch(split(_attend, heads(4), ops=["attention"])), """\
+    assert_expected_inline(
+        sketch(split(_attend, heads(4), ops=["attention"])),
+        """\
 0 piece: mul add
 1 split op: aten::scaled_dot_product_attention
-2 piece: transpose reshape add""")
+2 piece: transpose reshape add""",
+    )
 
 
 def test_preset_numbers_are_eagers() -> None:

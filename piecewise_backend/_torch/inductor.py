@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch._inductor
+import torch._inductor.compile_fx  # the compiler itself: seconds that belong to an import
 from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._subclasses import fake_impls
