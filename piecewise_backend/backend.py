@@ -89,7 +89,8 @@ def _refuse_sealed(session: Session, gm: fx.GraphModule) -> None:
         }
         raise ContractError(
             f"the model is sealed but this call would trace it again, with inputs {shapes}; "
-            "warm up with such inputs, or mark what varies with torch._dynamo.mark_dynamic"
+            "warm up with such inputs and in the mode of this call (torch.no_grad or "
+            "torch.inference_mode), or mark what varies with torch._dynamo.mark_dynamic"
         )
 
 

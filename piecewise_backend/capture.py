@@ -23,6 +23,7 @@ from piecewise_backend import _torch
 from piecewise_backend.buffers import Arena
 from piecewise_backend.canonical import Instance
 from piecewise_backend.compiled import CompiledGraph
+from piecewise_backend.compiler import Call
 from piecewise_backend.errors import CaptureError, PiecewiseError
 from piecewise_backend.graphs import CapturedGraph, GraphPool
 from piecewise_backend.padding import PaddedCall, find_padding_fault, sizes_in_arithmetic
@@ -60,8 +61,12 @@ class CaptureRequest:
     """The symbol values after padding."""
     fewest: Sizes
     """The symbol values of the smallest batch that is padded to this size."""
+    one_less: Sizes
+    """The symbol values of the largest batch that is padded to this size."""
     largest: Sizes
     """The symbol values at the largest capture size."""
+    tried: set[Call]
+    """Code that passed a thorough trial of padding; added to."""
     num_warmups: int
     has_static_outputs: bool
 
@@ -140,9 +145,9 @@ class _Capture:
         inputs = self._inputs(instance, position)
         self._note_writes([inputs[i] for i in facts.mutated])
         with _preserved([inputs[i] for i in facts.mutated]):
-            if facts.has_kernels and instance.distinct.index not in self.seen:
+            if instance.distinct.index not in self.seen:
                 self.seen.add(instance.distinct.index)
-                for _ in range(self.request.num_warmups):
+                for _ in range(self.request.num_warmups if facts.has_kernels else 0):
                     call(*inputs)
                 self.padding_fault = self.padding_fault or self._try_padding(position, inputs)
             captured = self.request.pool.capture(call, inputs)
@@ -214,25 +219,41 @@ class _Capture:
         fault = sizes_in_arithmetic(instance.distinct.module, num_sizes)
         if fault is None:
             try:
-                fault = find_padding_fault(self._padded_call(position, inputs, num_sizes))
+                fault = self._find_fault(position, inputs)
             except Exception as error:  # such as a count that the model does not accept
                 fault = f"trying padding failed: {error}"
         return f"piece {instance.piece.index}: {fault}" if fault else None
 
-    def _padded_call(self, position: int, inputs: Sequence[Any], num_sizes: int) -> PaddedCall:
+    def _find_fault(self, position: int, inputs: Sequence[Any]) -> str | None:
+        """Thorough once for each compiled version: with most and with least padding."""
+        request = self.request
+        call = self.graph.call_at(position, request.sizes)
+        is_new = call not in request.tried
+        fault = find_padding_fault(
+            self._padded_call(position, inputs, request.fewest), is_thorough=is_new
+        )
+        if fault is None and is_new:
+            request.tried.add(call)
+            if request.one_less != request.fewest:
+                padded = self._padded_call(position, inputs, request.one_less)
+                fault = find_padding_fault(padded, is_thorough=False)
+        return fault
+
+    def _padded_call(self, position: int, inputs: Sequence[Any], tokens: Sizes) -> PaddedCall:
         instance = self.graph.instances[position]
+        num_sizes = sum(isinstance(ref, Host) for ref in instance.inputs)
         facts = self.graph.facts[instance.distinct.index]
         outputs = map(Value, instance.piece.outputs)
         return PaddedCall(
             call=self.graph.call_at(position, self.request.sizes),
-            exact_call=self.graph.call_at(position, self.request.fewest),
+            exact_call=self.graph.call_at(position, tokens),
             inputs=inputs,
-            exact_numbers=self.graph.numbers_at(position, self.request.fewest)[:num_sizes],
+            exact_numbers=self.graph.numbers_at(position, tokens)[:num_sizes],
             input_layouts=[self._dynamic_layout(ref) for ref in instance.inputs],
             output_layouts=[self._dynamic_layout(ref) for ref in outputs],
             mutated=facts.mutated,
             undefined=facts.undefined,
-            tokens=self.request.fewest,
+            tokens=tokens,
         )
 
     def _dynamic_layout(self, ref: Any) -> Layout | None:

@@ -18,6 +18,7 @@ from piecewise_backend.batch import CUDAGraphMode, PaddingTable
 from piecewise_backend.buffers import Arena
 from piecewise_backend.capture import CapturedSize, CaptureRequest, capture_size
 from piecewise_backend.compiled import CompiledGraph
+from piecewise_backend.compiler import Call
 from piecewise_backend.config import Config
 from piecewise_backend.errors import ContractError
 from piecewise_backend.graphs import (
@@ -55,6 +56,7 @@ class Captures:
         self._addresses: dict[int, int] = {}
         self._owners: dict[int, weakref.ref[torch.Tensor]] = {}
         self._moves: dict[int, int] = {}
+        self._tried: set[Call] = set()
 
     @property
     def is_possible(self) -> bool:
@@ -100,6 +102,12 @@ class Captures:
     def do_not_fit(self, args: Sequence[Any]) -> bool:
         """Something lies elsewhere."""
         return bool(self._moved(args))
+
+    def belong_to(self, args: Sequence[Any]) -> bool:
+        """The call is one of the instance that they were captured for, moved or not."""
+        owners = {position: owner() for position, owner in self._owners.items()}
+        alive = {position: owner for position, owner in owners.items() if owner is not None}
+        return bool(alive) and all(args[position] is owner for position, owner in alive.items())
 
     def belong_to_another(self, args: Sequence[Any]) -> bool:
         """The call is one of another instance of the model, or with another large cache."""
@@ -163,6 +171,8 @@ class Captures:
             args=args,
             sizes=token_dim.padded(sizes, size),
             fewest=token_dim.padded(sizes, fewest),
+            one_less=token_dim.padded(sizes, max(fewest, size - 1)),
+            tried=self._tried,
             largest=largest,
             num_warmups=self.config.cudagraph_num_of_warmups,
             has_static_outputs=self.config.outputs == "static",

@@ -153,7 +153,7 @@ class Runtime:
         captured = self.captures.sizes.get(decision)
         if captured is not None:
             return self._prepare(captured, sizes, args)
-        if self.captures.do_not_fit(args):
+        if self.captures.do_not_fit(args) or any(c.fit(args) for c in self._parked):
             return self._recover_from_move(args)
         return self._not_captured(args, sizes, decision)
 
@@ -234,12 +234,12 @@ class Runtime:
 
     def _switch_instance(self, args: Args) -> bool:
         """Dynamo serves all instances of a class with one trace; each has its own captures."""
-        fitting = next((captures for captures in self._parked if captures.fit(args)), None)
-        if fitting is None and not self.captures.belong_to_another(args):
+        own = next((c for c in self._parked if c.fit(args) or c.belong_to(args)), None)
+        if own is None and not self.captures.belong_to_another(args):
             return False
-        others = [c for c in self._parked if c is not fitting and c.are_alive]
+        others = [c for c in self._parked if c is not own and c.are_alive]
         self._parked = [*others, self.captures][-_MAX_INSTANCES:]
-        self.captures = fitting or Captures(self.graph, self.config)
+        self.captures = own or Captures(self.graph, self.config)
         return True
 
     def _refuse_overlap(self, args: Args) -> Any:

@@ -73,7 +73,6 @@ class SplitOp:
     index: int
     op_name: str
     target: Callable[..., Any]
-    is_method: bool
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     """Arguments; `Value` and `Host` stand for what is known only at run time."""

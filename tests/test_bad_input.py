@@ -154,9 +154,11 @@ def test_op_whose_fake_promises_another_shape() -> None:
         return torch.ops.pwtest.liar(x * 2) + 1
 
     compiled = compile(model, splitting_ops=["pwtest::liar"], compiler="eager")
-    with torch.no_grad(), pytest.raises(pw.ContractError, match=r"pwtest::liar .*register_fake"):
-        for _ in range(4):
+    with torch.no_grad():
+        for _ in range(2):
             compiled(mark_dynamic([rows(8)])[0])
+        with pytest.raises(pw.ContractError, match=r"pwtest::liar .*register_fake"):
+            compiled(rows(8))
 
 
 def test_graph_break() -> None:

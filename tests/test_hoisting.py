@@ -76,8 +76,16 @@ def test_distinct_pieces_stay_three(what: str, num_layers: int) -> None:
     assert len({i.distinct.index for i in identify(graph.pieces)}) == 3
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("what", PER_LAYER)
+# Precision matters where pieces do the arithmetic themselves, not in the custom op.
+NUMBERS = [
+    pytest.param(what, dtype, id=f"{what}, {dtype}")
+    for what in PER_LAYER
+    for dtype in DTYPES
+    if dtype == torch.bfloat16 or any(w in what for w in ("factor", "divi", "infinities"))
+]
+
+
+@pytest.mark.parametrize(("what", "dtype"), NUMBERS)
 def test_numbers_of_every_layer_are_eagers_to_the_bit(what: str, dtype: torch.dtype) -> None:
     function = model(PER_LAYER[what], 3)
     compiled = compile(function, cudagraph_capture_sizes=[4])

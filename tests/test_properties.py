@@ -121,7 +121,7 @@ def programs(draw: Any) -> Program:
     index = st.integers(0, 6)
     step = st.tuples(st.sampled_from(sorted(STEPS)), index, index)
     split = st.tuples(st.sampled_from(SPLITTING), index, index)
-    steps = draw(st.lists(step, max_size=5)) + [draw(split)] + draw(st.lists(step, max_size=4))
+    steps = [*draw(st.lists(step, max_size=5)), draw(split), *draw(st.lists(step, max_size=4))]
     return Program(
         steps=tuple(steps),
         returned=tuple(draw(st.lists(index, min_size=1, max_size=3))),

@@ -78,7 +78,8 @@ def scopes_with_traces(compiled: object, scope: CompileScope) -> list[CompileSco
         function = function.forward
     code = getattr(function, "__code__", None)
     entries = _debug_get_cache_entry_list(code) if code is not None else []
-    return [entry.backend for entry in entries if entry.backend == scope]
+    backends: list[Any] = [entry.backend for entry in entries]
+    return [backend for backend in backends if backend == scope]
 
 
 def example_of(node: fx.Node) -> object:
@@ -103,7 +104,7 @@ def is_static_input(node: fx.Node) -> bool:
     """
     if node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") is not None:
         return True
-    source = getattr(node.meta.get("grapharg"), "source", None)
+    source: Any = getattr(node.meta.get("grapharg"), "source", None)
     while hasattr(source, "base"):
         source = source.base
     return source is not None and not getattr(source, "is_input", False)

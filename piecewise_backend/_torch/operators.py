@@ -28,7 +28,7 @@ def kernel_below_dispatcher(op: torch._ops.OpOverload, device: str) -> Callable[
     if definition is None:
         return op
     kernels = definition._backend_fns
-    registered = kernels.get(device) or kernels.get(None)
+    registered: Callable[..., Any] | None = kernels.get(device) or kernels.get(None)
     if registered is None or definition._disabled_kernel:
         return op
     kernel = inspect.getclosurevars(inspect.unwrap(registered)).nonlocals.get("fn")

