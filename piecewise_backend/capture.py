@@ -135,6 +135,12 @@ class _Capture:
             for name in [name for name in self.values if last_use.get(name) == step.index]:
                 del self.values[name]
         plan, rows = self.writer.finish()
+        if self.request.has_static_outputs:
+            # The caller may keep an output for longer than the model.
+            owner = (tuple(self.kept), self.request.pool, self.request.arena)
+            rows = dataclasses.replace(rows, owner=owner)
+            for tensor in self.writer.fixed_tensors:
+                tensor.owner = owner  # type: ignore[attr-defined]
         return CapturedSize(plan, rows, self.num_graphs, self.padding_fault, tuple(self.kept))
 
     def _capture_piece(self, piece: Piece) -> None:

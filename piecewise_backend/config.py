@@ -216,6 +216,12 @@ def _graph_mode(name: str, value: Any) -> CUDAGraphMode:
 def _mapping(name: str, value: Any) -> tuple[tuple[str, Any], ...]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name}={value!r}; give a mapping of Inductor options")
+    known = set(_torch.inductor_options())
+    for option in value:
+        if option not in known:
+            close = difflib.get_close_matches(str(option), sorted(known), n=1)
+            hint = f"did you mean {close[0]!r}?" if close else "see torch._inductor.list_options()"
+            raise ConfigError(f"{name} has {option!r}, which is no Inductor option; {hint}")
     return tuple(sorted(value.items()))
 
 

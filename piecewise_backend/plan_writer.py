@@ -29,10 +29,16 @@ class RowTable:
 
     tensors: tuple[tuple[torch.Tensor, Layout], ...]
     numbers: SizeFunction
+    owner: object = None
+    """What owns the memory, if views of it are handed to the caller."""
 
     def at(self, sizes: Sizes) -> tuple[Any, ...]:
         """The `rows` argument of the plan for a batch of these sizes."""
-        views = (layout.rows(tensor, sizes) for tensor, layout in self.tensors)
+        views = [layout.rows(tensor, sizes) for tensor, layout in self.tensors]
+        if self.owner is not None:
+            views = [view.view_as(view) for view in views]
+            for view in views:
+                view.owner = self.owner  # type: ignore[attr-defined]
         return (*views, *self.numbers(sizes))
 
 
@@ -65,6 +71,8 @@ class PlanWriter:
         self.texts: dict[str, str] = {}
         self.tensors: list[tuple[torch.Tensor, Layout]] = []
         self.numbers: dict[sympy.Expr, int] = {}
+        self.fixed_tensors: list[torch.Tensor] = []
+        """Values that do not depend on the token count."""
         self.written: set[int] = set()
         self.aliases: dict[str, int] = {}
         self.positions = {item.name: i for i, item in enumerate(graph.split.inputs)}
@@ -85,6 +93,7 @@ class PlanWriter:
             self.tensors.append((tensor, layout))
         else:
             self.texts[name] = self.code.bind(tensor, "static_")
+            self.fixed_tensors.append(tensor)
 
     def add_alias(self, name: str, position: int) -> None:
         """A value that is an input, written in place perhaps: returned, it is that very tensor."""

@@ -177,3 +177,9 @@ def test_wrong_option_is_raised_through_torch_compile() -> None:
     compiled = torch.compile(torch.sin, backend="piecewise", options={"compilr": "eager"})
     with pytest.raises(pw.ConfigError, match="did you mean 'compiler'"):
         compiled(torch.ones(2))
+
+
+def test_a_misspelt_inductor_option_names_the_nearest() -> None:
+    options = {"inductor_compile_config": {"max_autotun": True}}
+    with pytest.raises(ConfigError, match="max_autotun.*did you mean 'max_autotune'"):
+        Config.from_options(options)

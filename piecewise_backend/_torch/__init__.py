@@ -18,7 +18,11 @@ from piecewise_backend._torch.dynamo import (
     scopes_with_traces,
     source_name,
 )
-from piecewise_backend._torch.inductor import compile_with_inductor, mode_patches
+from piecewise_backend._torch.inductor import (
+    compile_with_inductor,
+    inductor_options,
+    mode_patches,
+)
 from piecewise_backend._torch.memory import (
     borrowed_storage,
     bound_replay,
@@ -53,6 +57,7 @@ __all__ = [
     "example_of",
     "expr_source",
     "hint_of",
+    "inductor_options",
     "is_static_input",
     "kernel_below_dispatcher",
     "mode_patches",

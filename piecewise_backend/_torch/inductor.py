@@ -61,6 +61,11 @@ def compile_with_inductor(
         )
 
 
+def inductor_options() -> list[str]:
+    """The names that `inductor_compile_config` may hold."""
+    return list(torch._inductor.list_options())
+
+
 def mode_patches(mode: str) -> dict[str, object]:
     """The Inductor options that a `torch.compile` mode string stands for."""
     return dict(torch._inductor.list_mode_options(mode))
