@@ -72,6 +72,8 @@ class Dispatcher:
         """What to tell the user about a fallback beside its reason."""
         if reason in (FallbackReason.SEVERAL_VARYING_DIMS, FallbackReason.TOKEN_DIMS_DIFFER):
             return f"varying: {self.token_dim.description} = {sizes}; mark all but one static"
+        if reason is FallbackReason.EMPTY_BATCH:
+            return "branches of the model on an empty batch go as for more tokens"
         if reason is FallbackReason.SIZE_ABOVE_GRID:
             return f"largest size: {self.table.largest}; raise max_cudagraph_capture_size"
         if reason is FallbackReason.PADDING_TOO_LARGE:
