@@ -24,7 +24,7 @@ check: $(READY) ## format, lint, types, import contracts, size budget
 	$(VENV)/bin/python tests/size_budget.py
 
 gpu: ## tests on a CUDA device, with the environment's own python
-	$(PYTHON) -m pytest -m gpu
+	$(PYTHON) -m pytest -m gpu tests/gpu
 
 golden: $(READY) ## accept new golden text, then read the diff
 	EXPECTTEST_ACCEPT=1 $(VENV)/bin/python -m pytest -m "not gpu"

@@ -127,6 +127,9 @@ class Captures:
         self.prepared.clear()
         self.hits.clear()
         self._static_inputs = None
+        # A pool whose last graph is gone takes no other.
+        self._arena = Arena(self.graph.device)
+        self._pool = _make_pool(self.graph.device, self.config)
 
     def _bind(self, args: Sequence[Any], positions: Sequence[int]) -> None:
         this = weakref.ref(self)
@@ -135,8 +138,6 @@ class Captures:
             captures = this()
             if captures is not None and not captures.are_alive:
                 captures._clear()
-                captures._arena = Arena(captures.graph.device)
-                captures._pool = _make_pool(captures.graph.device, captures.config)
 
         self._addresses = {i: args[i].data_ptr() for i in positions}
         self._owners = {i: weakref.ref(args[i], on_death) for i in positions}

@@ -81,9 +81,10 @@ class CudaGraphPool:
         try:
             outputs = tuple(function(*inputs))
         except BaseException as error:
-            # Leaves capture mode; it raises again because the recording is invalid by now.
-            with contextlib.suppress(RuntimeError):
+            try:
                 graph.capture_end()
+            except RuntimeError:  # the recording was invalid by then
+                _torch.abandon_capture(self.device, self.pool)
             if not isinstance(error, Exception):
                 raise
             raise CaptureError(f"the piece cannot be recorded: {error}") from error

@@ -181,5 +181,5 @@ def test_wrong_option_is_raised_through_torch_compile() -> None:
 
 def test_a_misspelt_inductor_option_names_the_nearest() -> None:
     options = {"inductor_compile_config": {"max_autotun": True}}
-    with pytest.raises(pw.ConfigError, match="max_autotun.*did you mean 'max_autotune'"):
+    with pytest.raises(pw.ConfigError, match=r"max_autotun.*did you mean 'max_autotune'"):
         Config.from_options(options)

@@ -24,6 +24,7 @@ from piecewise_backend._torch.inductor import (
     mode_patches,
 )
 from piecewise_backend._torch.memory import (
+    abandon_capture,
     borrowed_storage,
     bound_replay,
     ordinary_tensors,
@@ -49,6 +50,7 @@ __all__ = [
     "SizeEnv",
     "StorageWeakRef",
     "UnwrappedByDynamo",
+    "abandon_capture",
     "borrowed_storage",
     "bound_replay",
     "calling_scope",

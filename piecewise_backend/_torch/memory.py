@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,6 +48,23 @@ same_addresses: Callable[[list[Any], list[int | None], list[int]], bool] = getat
 def raw_stream(device_index: int) -> int:
     """The current CUDA stream as a number; the public way costs a microsecond."""
     return torch._C._cuda_getCurrentRawStream(device_index)
+
+
+def abandon_capture(device: torch.device, pool: tuple[int, int]) -> None:
+    """Bring allocator and generator out of a capture that `capture_end` could not end.
+
+    Up to torch 2.11 at least, `capture_end` raises before it tells them. The allocator is told
+    directly, and the generator by a capture of nothing. Ends when `capture_end` cleans up.
+    """
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    with contextlib.suppress(RuntimeError):  # a torch that has told the allocator already
+        torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)
+    nothing = torch.cuda.CUDAGraph()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "the graph is empty"
+        nothing.capture_begin(capture_error_mode="thread_local")
+        nothing.capture_end()
 
 
 def bound_replay(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:

@@ -333,7 +333,7 @@ def test_deleting_the_model_gives_the_memory_back() -> None:
     def run() -> None:
         model = Decoder(4, 1024).cuda()
         compiled = warmed(model, width=1024, cudagraph_capture_sizes=[64, 256])
-        compiled(rows(100, 1024))
+        compiled(rows(200, 1024))
         assert torch.cuda.memory_reserved() > before + 16 * MIB
 
     warmed(toy)(rows(5))  # libraries, work spaces
@@ -453,7 +453,7 @@ def attention_case(
     num_heads, num_kv_heads, head_dim, block_size = 8, 2, 64, 16
     blocks = [-(-(context + new) // block_size) for context, new in sequences]
     cache = PagedCache(
-        1, num_kv_heads, head_dim, num_blocks=1 + sum(blocks), max_seqs=1 + len(sequences),
+        1, num_kv_heads, head_dim, num_blocks=2 + sum(blocks), max_seqs=2 + len(sequences),
         max_blocks_per_seq=max(blocks, default=1), block_size=block_size, device="cuda",
         dtype=dtype,
     )  # fmt: skip
