@@ -48,7 +48,7 @@ def warmup(compiled: Callable[..., Any], make_inputs: MakeInputs, *, seal: bool 
     session = _trace(compiled, make_inputs, sizes)
     with session.phase(capturing=True), collector_paused():
         # A second round finds something to do only if module state moved between two sizes.
-        for size in sizes * 2:
+        for size in sizes * 2 if session.can_capture else ():
             if not session.has_captured(size):
                 args, kwargs = _inputs(make_inputs, size)
                 compiled(*args, **kwargs)

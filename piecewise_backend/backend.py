@@ -19,7 +19,7 @@ from piecewise_backend.compiler import EagerCompiler, InductorCompiler, PieceCom
 from piecewise_backend.config import Config
 from piecewise_backend.counters import CompilationCounter, compilation_counter
 from piecewise_backend.dump import GraphDump
-from piecewise_backend.errors import ContractError
+from piecewise_backend.errors import ConfigError, ContractError
 from piecewise_backend.registry import SplitOps
 from piecewise_backend.runtime import Runtime
 from piecewise_backend.session import Session
@@ -52,6 +52,7 @@ def piecewise(
     session = Session.of(_torch.calling_scope())
     _refuse_sealed(session, gm)
     _refuse_gradients(gm, example_inputs)
+    _refuse_cuda_graphs_elsewhere(config, example_inputs)
     counters = CompilationCounter(parent=compilation_counter)
     split = split_graph(gm, SplitOps.resolve(config.splitting_ops))
     counters.add(
@@ -59,8 +60,8 @@ def piecewise(
         num_piecewise_graphs_seen=len(split.steps),
         num_piecewise_capturable_graphs_seen=len(split.pieces),
     )
-    compiled = compile_graph(split, example_inputs, _make_compiler(config, counters))
     dump = GraphDump(config.dump_dir)
+    compiled = compile_graph(split, example_inputs, _make_compiler(config, counters))
     dump.write_graph(split, compiled.instances)
     log.info(
         "graph of %d steps: %d pieces, %d distinct",
@@ -92,6 +93,17 @@ def _refuse_sealed(session: Session, gm: fx.GraphModule) -> None:
             "warm up with such inputs and in the mode of this call (torch.no_grad or "
             "torch.inference_mode), or mark what varies with torch._dynamo.mark_dynamic"
         )
+
+
+def _refuse_cuda_graphs_elsewhere(config: Config, example_inputs: Sequence[Any]) -> None:
+    if config.graph_impl != "cuda":
+        return
+    for value in example_inputs:
+        if isinstance(value, torch.Tensor) and value.device.type != "cuda":
+            raise ConfigError(
+                f"graph_impl='cuda' but an input is on {value.device}; move the model and its "
+                "inputs to a CUDA device, or use graph_impl='emulated'"
+            )
 
 
 def _refuse_gradients(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:

@@ -48,7 +48,7 @@ class FallbackReason(enum.Enum):
     OVERLAPPING_INPUTS = "an input shares memory with one that the model writes"
     CAPTURE_ERROR = "capturing this size failed"
     NESTED_CALL = "the model called itself while a step of it was running"
-    ASSUMPTION = "the size violates what a piece was compiled for, and the runtime is sealed"
+    ASSUMPTION = "the size violates what a piece was compiled for, and it runs as traced"
 
 
 # Steps this small are bound by launches: padding costs nothing measurable, whatever its factor.

@@ -26,7 +26,7 @@ from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.compiler import Call
 from piecewise_backend.errors import CaptureError, PiecewiseError
 from piecewise_backend.graphs import CapturedGraph, GraphPool
-from piecewise_backend.padding import PaddedCall, find_padding_fault, sizes_in_arithmetic
+from piecewise_backend.padding import PaddedCall, find_padding_fault
 from piecewise_backend.plan import Plan, written_arguments
 from piecewise_backend.plan_writer import PlanWriter, RowTable
 from piecewise_backend.sizes import Layout, Sizes
@@ -61,8 +61,8 @@ class CaptureRequest:
     """The symbol values after padding."""
     fewest: Sizes
     """The symbol values of the smallest batch that is padded to this size."""
-    one_less: Sizes
-    """The symbol values of the largest batch that is padded to this size."""
+    half: Sizes
+    """The symbol values with half as many tokens, to try padding with."""
     largest: Sizes
     """The symbol values at the largest capture size."""
     tried: set[Call]
@@ -136,11 +136,10 @@ class _Capture:
                 del self.values[name]
         plan, rows = self.writer.finish()
         if self.request.has_static_outputs:
-            # The caller may keep an output for longer than the model.
+            # The caller may keep a view of an output for longer than the model.
             owner = (tuple(self.kept), self.request.pool, self.request.arena)
-            rows = dataclasses.replace(rows, owner=owner)
-            for tensor in self.writer.fixed_tensors:
-                tensor.owner = owner  # type: ignore[attr-defined]
+            for tensor in self.writer.static_tensors():
+                tensor.untyped_storage().owner = owner  # type: ignore[attr-defined]
         return CapturedSize(plan, rows, self.num_graphs, self.padding_fault, tuple(self.kept))
 
     def _capture_piece(self, piece: Piece) -> None:
@@ -220,39 +219,26 @@ class _Capture:
         """See `padding`. Sizes that are never padded need no trial."""
         if self.request.fewest == self.request.sizes:
             return None
-        instance = self.graph.instances[position]
-        num_sizes = sum(isinstance(ref, Host) for ref in instance.inputs)
-        fault = sizes_in_arithmetic(instance.distinct.module, num_sizes)
+        call = self.graph.call_at(position, self.request.sizes)
+        is_new = call not in self.request.tried
+        try:
+            fault = find_padding_fault(self._padded_call(position, inputs), is_thorough=is_new)
+        except Exception as error:  # such as a count that the model does not accept
+            fault = f"trying padding failed: {error}"
         if fault is None:
-            try:
-                fault = self._find_fault(position, inputs)
-            except Exception as error:  # such as a count that the model does not accept
-                fault = f"trying padding failed: {error}"
-        return f"piece {instance.piece.index}: {fault}" if fault else None
+            self.request.tried.add(call)
+            return None
+        return f"piece {self.graph.instances[position].piece.index}: {fault}"
 
-    def _find_fault(self, position: int, inputs: Sequence[Any]) -> str | None:
-        """Thorough once for each compiled version: with most and with least padding."""
-        request = self.request
-        call = self.graph.call_at(position, request.sizes)
-        is_new = call not in request.tried
-        fault = find_padding_fault(
-            self._padded_call(position, inputs, request.fewest), is_thorough=is_new
-        )
-        if fault is None and is_new:
-            request.tried.add(call)
-            if request.one_less != request.fewest:
-                padded = self._padded_call(position, inputs, request.one_less)
-                fault = find_padding_fault(padded, is_thorough=False)
-        return fault
-
-    def _padded_call(self, position: int, inputs: Sequence[Any], tokens: Sizes) -> PaddedCall:
+    def _padded_call(self, position: int, inputs: Sequence[Any]) -> PaddedCall:
+        tokens = self.request.half
         instance = self.graph.instances[position]
         num_sizes = sum(isinstance(ref, Host) for ref in instance.inputs)
         facts = self.graph.facts[instance.distinct.index]
         outputs = map(Value, instance.piece.outputs)
         return PaddedCall(
             call=self.graph.call_at(position, self.request.sizes),
-            exact_call=self.graph.call_at(position, tokens),
+            exact_call=instance.distinct.module.forward,
             inputs=inputs,
             exact_numbers=self.graph.numbers_at(position, tokens)[:num_sizes],
             input_layouts=[self._dynamic_layout(ref) for ref in instance.inputs],

@@ -20,7 +20,7 @@ from piecewise_backend.capture import CapturedSize, CaptureRequest, capture_size
 from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.compiler import Call
 from piecewise_backend.config import Config
-from piecewise_backend.errors import ContractError
+from piecewise_backend.errors import CaptureError
 from piecewise_backend.graphs import (
     CudaGraphPool,
     EmulatedGraphPool,
@@ -47,6 +47,8 @@ class Captures:
         self.sizes: dict[int, CapturedSize] = {}
         self.prepared: dict[Any, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
         """By symbol values: a plan, and the views that it needs for them."""
+        self.failed: dict[int, str] = {}
+        """Sizes whose capture failed, with the error; tried again after the next warm-up."""
         self.hits: dict[int, int] = {}
         """Calls at each size before its capture."""
         self.seconds = 0.0
@@ -73,13 +75,17 @@ class Captures:
             args: the arguments of a call with symbol values `sizes`.
 
         Raises:
-            CaptureError: a piece cannot be recorded; the size is not kept, others are.
+            CaptureError: a piece cannot be recorded; the size is noted as failed, others stay.
         """
         started = time.perf_counter()
         if self._addresses and self._moved(args):
             self.forget(args)
-        with collector_paused():
-            captured = capture_size(self._request(size, args, sizes, table))
+        try:
+            with collector_paused():
+                captured = capture_size(self._request(size, args, sizes, table))
+        except CaptureError as error:
+            self.failed[size] = str(error)
+            raise
         self.sizes[size] = captured
         self.seconds += time.perf_counter() - started
         return captured
@@ -125,6 +131,7 @@ class Captures:
     def _clear(self) -> None:
         self.sizes.clear()
         self.prepared.clear()
+        self.failed.clear()
         self.hits.clear()
         self._static_inputs = None
         # A pool whose last graph is gone takes no other.
@@ -172,7 +179,7 @@ class Captures:
             args=args,
             sizes=token_dim.padded(sizes, size),
             fewest=token_dim.padded(sizes, fewest),
-            one_less=token_dim.padded(sizes, max(fewest, size - 1)),
+            half=token_dim.padded(sizes, max(size // 2, 1)),
             tried=self._tried,
             largest=largest,
             num_warmups=self.config.cudagraph_num_of_warmups,
@@ -192,9 +199,4 @@ def _make_pool(device: torch.device, config: Config) -> GraphPool | None:
         return EmulatedGraphPool(device)
     if device.type == "cuda":
         return CudaGraphPool(device)
-    if config.graph_impl == "cuda":
-        raise ContractError(
-            f"graph_impl='cuda' but the graph is on {device}; move the model to a CUDA device, "
-            "or use graph_impl='emulated'"
-        )
     return None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from piecewise_backend.canonical import Instance, identify
-from piecewise_backend.compiler import Call, Numbers, PieceCompiler, Versions, numbers_of
+from piecewise_backend.compiler import Call, Choice, Numbers, PieceCompiler, Versions, numbers_of
 from piecewise_backend.errors import SplitError
 from piecewise_backend.facts import PieceFacts, find_facts
 from piecewise_backend.sizes import Layout, SizeFunction, Sizes, TokenDim, find_token_dim
@@ -46,14 +46,25 @@ class CompiledGraph:
         """The integer inputs of an instance at these sizes."""
         return tuple(int(number) for number in self.numbers[position](sizes))
 
-    def call_at(self, position: int, sizes: Sizes) -> Call:
-        """What to call for an instance at these sizes; compiles if need be."""
+    def choice_at(self, position: int, sizes: Sizes) -> Choice:
+        """What serves an instance at these sizes; compiles if need be."""
         versions = self.versions[self.instances[position].distinct.index]
-        return versions.call_for(self.numbers_at(position, sizes))
+        return versions.choose(self.numbers_at(position, sizes))
 
-    def calls_at(self, sizes: Sizes) -> tuple[Call, ...]:
-        """What to call for every instance at these sizes."""
-        return tuple(self.call_at(position, sizes) for position in range(len(self.instances)))
+    def call_at(self, position: int, sizes: Sizes) -> Call:
+        """What to call for an instance at these sizes."""
+        return self.choice_at(position, sizes).call
+
+    def choices_at(self, sizes: Sizes) -> tuple[Choice, ...]:
+        """What serves every instance at these sizes."""
+        return tuple(self.choice_at(position, sizes) for position in range(len(self.instances)))
+
+    def static_num_tokens(self, args: Sequence[Any]) -> int:
+        """What a graph without varying dimensions takes for tokens: its first input's rows."""
+        for item, value in zip(self.split.inputs, args, strict=True):
+            if not item.is_static and isinstance(value, torch.Tensor) and value.dim() > 0:
+                return value.size(0)
+        return 1
 
 
 def compile_graph(
@@ -80,7 +91,7 @@ def compile_graph(
         numbers=tuple(SizeFunction(split.symbols, numbers_of(i.inputs)) for i in instances),
         position_of={instance.piece.index: i for i, instance in enumerate(instances)},
     )
-    compiled.calls_at(sizes)
+    compiled.choices_at(sizes)
     return compiled
 
 

@@ -41,7 +41,7 @@ _PATCHES: dict[str, object] = {
     "triton.autotune_at_compile_time": False,
 }
 
-# A piece that needs more versions than this is specialised on the size itself.
+# A piece that needs more versions than this wants one for every size: better as traced.
 _MAX_VERSIONS = 8
 
 
@@ -53,6 +53,15 @@ class Version:
     violated_by: Callable[[Numbers], str | None]
     """The condition that sizes violate, or None if the version is valid for them."""
     conditions: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """What serves one size of a piece."""
+
+    call: Call
+    violation: str | None = None
+    """The condition that no version satisfies: the piece runs as traced."""
 
 
 class PieceCompiler(Protocol):
@@ -90,7 +99,7 @@ class InductorCompiler:
             inputs = fake_inputs(
                 piece,
                 number=lambda expr: env.symint(expr.xreplace(symbols)),
-                constant=lambda value: env.symint(env.symbol(value)),
+                constant=lambda _: env.symint(env.symbol(next(hints))),
             )
         self._counters.add(num_inductor_compiles=1)
         call = _torch.compile_with_inductor(piece.module, inputs, env, self._patches)
@@ -107,38 +116,41 @@ class Versions:
         self.is_sealed = False
         self._compiler = compiler
         self._num_sizes = sum(isinstance(ref, Host) for ref in piece.inputs)
-        self._chosen: dict[Numbers, Call] = {}
-        self.violation: str | None = None
-        """The last condition that no version could satisfy, once sealed."""
+        self._chosen: dict[Numbers, Choice] = {}
 
-    def call_for(self, numbers: Numbers) -> Call:
-        """The callable that serves these sizes, compiled if need be. See Note [Versions].
+    def choose(self, numbers: Numbers) -> Choice:
+        """What serves these sizes, compiled if need be. See Note [Versions].
 
-        A sealed piece compiles nothing: it runs as traced where no version is valid, and
-        `violation` says which condition was violated.
+        A sealed piece compiles nothing, nor does one that has many versions already: it runs
+        as traced where no version is valid, and the choice says why.
         """
-        call = self._chosen.get(numbers)
-        if call is None:
-            call = self._choose(numbers)
-            self._chosen[numbers] = call
-        return call
+        choice = self._chosen.get(numbers)
+        if choice is None:
+            choice = self._choose(numbers)
+            self._chosen[numbers] = choice
+        return choice
 
-    def _choose(self, numbers: Numbers) -> Call:
+    def unseal(self) -> None:
+        """Allow compiling again, also for sizes that ran as traced."""
+        self.is_sealed = False
+        self._chosen = {k: choice for k, choice in self._chosen.items() if not choice.violation}
+
+    def _choose(self, numbers: Numbers) -> Choice:
         if 0 in numbers[: self._num_sizes]:
-            return self.piece.module.forward  # nothing to compute: not worth a compilation
+            return Choice(self.piece.module.forward)  # nothing to compute, nothing to compile
         violation = None
         for version in self.compiled:
             violation = version.violated_by(numbers)
             if violation is None:
-                return version.call
+                return Choice(version.call)
         if self.is_sealed or len(self.compiled) >= _MAX_VERSIONS:
-            self.violation = violation
-            return self.piece.module.forward
+            return Choice(self.piece.module.forward, violation or "no version is compiled")
         if violation:
             log.info("piece %d: sizes %s violate %s", self.piece.index, numbers, violation)
         version = self._compiler.compile(self.piece, numbers)
+        assert version.violated_by(numbers) is None
         self.compiled.append(version)
-        return version.call
+        return Choice(version.call)
 
 
 def numbers_of(refs: Sequence[Any]) -> list[sympy.Expr]:

@@ -64,7 +64,8 @@ class Config:
     overwrites, without a copy."""
 
     on_fallback: str = "warn"
-    """"warn" once per reason when a call runs without graphs, or "raise" ContractError."""
+    """"warn" once per reason when a call runs without graphs, or "raise" ContractError. Neither
+    happens where graphs are switched off or do not exist, nor before a size is captured."""
 
     capture_after: int = 2
     """Without warm-up: a size is captured once it was called this often."""
@@ -216,6 +217,8 @@ def _graph_mode(name: str, value: Any) -> CUDAGraphMode:
 def _mapping(name: str, value: Any) -> tuple[tuple[str, Any], ...]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name}={value!r}; give a mapping of Inductor options")
+    if "triton.cudagraphs" in value:
+        raise ConfigError(f"{name} has 'triton.cudagraphs'; graphs are made by this backend")
     known = set(_torch.inductor_options())
     for option in value:
         if option not in known:

@@ -28,10 +28,6 @@ class Dispatcher:
     """A graph implementation exists for the device."""
     static_num_tokens: int
     """For a graph without varying dimensions: how many tokens it was traced with."""
-    unsafe_sizes: dict[int, str] = dataclasses.field(default_factory=dict)
-    """Sizes at which padding changes real rows, with what was observed."""
-    failed_sizes: dict[int, str] = dataclasses.field(default_factory=dict)
-    """Sizes whose capture failed, with the error."""
 
     @classmethod
     def of(
@@ -52,21 +48,14 @@ class Dispatcher:
             return num_tokens
         if not self.token_dim.tokens:
             return self._decide_static()
-        size = self.table.lookup(num_tokens)
-        if isinstance(size, FallbackReason):
-            return size
-        if size in self.failed_sizes:
-            return FallbackReason.CAPTURE_ERROR
-        if size != num_tokens and size in self.unsafe_sizes:
-            return FallbackReason.PADDING_UNSAFE
-        return size
+        return self.table.lookup(num_tokens)
 
     def _decide_static(self) -> int | FallbackReason:
         if self.static_num_tokens == 0:
             return FallbackReason.EMPTY_BATCH
         if self.static_num_tokens > self.table.largest:
             return FallbackReason.SIZE_ABOVE_GRID
-        return FallbackReason.CAPTURE_ERROR if STATIC_SIZE in self.failed_sizes else STATIC_SIZE
+        return STATIC_SIZE
 
     def detail(self, reason: FallbackReason, sizes: Sizes) -> str:
         """What to tell the user about a fallback beside its reason."""
@@ -75,11 +64,8 @@ class Dispatcher:
         if reason is FallbackReason.EMPTY_BATCH:
             return "branches of the model on an empty batch go as for more tokens"
         if reason is FallbackReason.SIZE_ABOVE_GRID:
-            return f"largest size: {self.table.largest}; raise max_cudagraph_capture_size"
+            largest = self.table.largest
+            return f"largest size: {largest}; add larger ones to cudagraph_capture_sizes"
         if reason is FallbackReason.PADDING_TOO_LARGE:
             return f"sizes: {self.table.sizes}; add one nearer to the batch"
-        if reason is FallbackReason.PADDING_UNSAFE:
-            return f"{next(iter(self.unsafe_sizes.values()))}; add the exact size to the grid"
-        if reason is FallbackReason.CAPTURE_ERROR:
-            return next(iter(self.failed_sizes.values()))
         return ""

@@ -14,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -84,11 +86,16 @@ class CudaGraphPool:
             try:
                 graph.capture_end()
             except RuntimeError:  # the recording was invalid by then
-                _torch.abandon_capture(self.device, self.pool)
+                _torch.leave_failed_capture()
+                # The allocator takes the old pool for one that is still being recorded to.
+                self.pool = torch.cuda.graph_pool_handle()
             if not isinstance(error, Exception):
                 raise
             raise CaptureError(f"the piece cannot be recorded: {error}") from error
-        graph.capture_end()
+        with warnings.catch_warnings():
+            # As it should be for a piece that only allocates.
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+            graph.capture_end()
         return CapturedGraph(_torch.bound_replay(graph), outputs, graph)
 
 
@@ -143,16 +150,20 @@ class EmulatedGraphPool:
         return tuple(placed)
 
 
+_capturing = threading.RLock()
+
+
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
     """No garbage collection inside: it costs most of a capture's time (35 s against 2 s for
     67 graphs elsewhere, field notes 7) and may free CUDA objects in the middle of one."""
-    if not gc.isenabled():  # by an outer block, or by the program: nothing to pause
-        yield
-        return
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+    with _capturing:  # of all threads, one at a time
+        if not gc.isenabled():  # by an outer block, or by the program: nothing to pause
+            yield
+            return
+        gc.collect()
+        gc.disable()
+        try:
+            yield
+        finally:
+            gc.enable()

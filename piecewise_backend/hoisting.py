@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import operator
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -206,15 +207,17 @@ def _takes_symint(slot: Slot) -> bool:
 
 _values: list[Any] = []  # like torch.library's own registry, for the life of the process
 _indices: dict[tuple[str, str], int] = {}
+_filling = threading.Lock()
 _library = torch.library.Library("piecewise_hoisted", "FRAGMENT")
 
 
 def _table_index(value: Any) -> int:
     typed = (type(value).__name__, value.hex() if isinstance(value, float) else repr(value))
-    if typed not in _indices:
-        _indices[typed] = len(_values)
-        _values.append(value)
-    return _indices[typed]
+    with _filling:
+        if typed not in _indices:
+            _values.append(value)
+            _indices[typed] = len(_values) - 1
+        return _indices[typed]
 
 
 @functools.cache

@@ -5,9 +5,9 @@ Out: None if padding is safe, else what was observed.
 
 The piece runs on copies of the inputs whose padded rows differ: a real row, NaN, large and small
 values. The real rows of the outputs, and of the inputs that the piece writes, must agree to the
-bit, or some row depends on padding. They must also be near what the piece gives without padding,
-or they depend on the size itself. A size used as a number in arithmetic is refused unseen: at
-497 of 512 tokens the difference could pass for rounding.
+bit, or some row depends on padding. They must also be near what the piece as traced gives without
+padding, or they depend on the size itself. Half of the rows are padded: a value that depends on
+the size is then off by a factor of about two, which no rounding explains.
 """
 
 from __future__ import annotations
@@ -17,27 +17,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
 
 from piecewise_backend.compiler import Call
 from piecewise_backend.sizes import Layout, Sizes
 
 # Relative to the largest magnitude of the output; a layout or scale that is wrong is far above.
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
-_HALF_TOLERANCE = 0.05
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
+_HALF_TOLERANCE = 0.1
 
 Fill = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Makes values for a whole padded input, given that and its real rows."""
-
-_ARITHMETIC = {
-    *("add", "sub", "mul", "div", "truediv", "floordiv", "pow", "mod", "rsub", "true_divide"),
-    *("floor_divide", "remainder", "fmod", "full_like", "fill_", "masked_fill", "add_", "mul_"),
-    *("sub_", "div_", "lt", "le", "gt", "ge", "eq", "ne", "maximum", "minimum", "clamp", "clip"),
-    *("clamp_", "clamp_min", "clamp_max", "where", "full", "new_full", "fill", "masked_fill_"),
-    *("multiply", "divide", "subtract", "tensor", "scalar_tensor", "as_tensor", "lerp", "pow_"),
-}
-_NUMBER_KEYWORDS = {"fill_value", "value", "other", "alpha", "min", "max", "exponent", "weight"}
-"""What such a number is called when it is not positional."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,7 +36,7 @@ class PaddedCall:
     call: Call
     """Valid at the capture size."""
     exact_call: Call
-    """Valid at `tokens`."""
+    """The piece as traced, valid at `tokens`."""
     inputs: Sequence[Any]
     """At the capture size. They are copied, not written."""
     exact_numbers: Sequence[int]
@@ -119,24 +108,6 @@ def _name(padded: PaddedCall, position: int) -> str:
     if position < num_outputs:
         return f"output {position}"
     return f"input {sorted(padded.mutated)[position - num_outputs]}, which it writes,"
-
-
-def sizes_in_arithmetic(module: fx.GraphModule, num_sizes: int) -> str | None:
-    """Name a node that computes with a size as a number, or None."""
-    hosts = set(list(module.graph.find_nodes(op="placeholder"))[:num_sizes])
-    for node in module.graph.nodes:
-        if node.op not in ("call_function", "call_method"):
-            continue
-        is_number = not isinstance(node.meta.get("example_value"), torch.Tensor)
-        if is_number and node.all_input_nodes and hosts.issuperset(node.all_input_nodes):
-            hosts.add(node)
-            continue
-        name = node.target if isinstance(node.target, str) else node.target.__name__
-        numbers = [*node.args, *(node.kwargs.get(name) for name in _NUMBER_KEYWORDS)]
-        direct = [arg for arg in numbers if isinstance(arg, fx.Node) and arg in hosts]
-        if direct and name.split(".")[0] in _ARITHMETIC:
-            return f"{node.name} computes with the number of tokens"
-    return None
 
 
 def _trials(padded: PaddedCall) -> list[tuple[Fill | None, Sequence[Fill]]]:

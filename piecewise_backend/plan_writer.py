@@ -29,16 +29,10 @@ class RowTable:
 
     tensors: tuple[tuple[torch.Tensor, Layout], ...]
     numbers: SizeFunction
-    owner: object = None
-    """What owns the memory, if views of it are handed to the caller."""
 
     def at(self, sizes: Sizes) -> tuple[Any, ...]:
         """The `rows` argument of the plan for a batch of these sizes."""
-        views = [layout.rows(tensor, sizes) for tensor, layout in self.tensors]
-        if self.owner is not None:
-            views = [view.view_as(view) for view in views]
-            for view in views:
-                view.owner = self.owner  # type: ignore[attr-defined]
+        views = (layout.rows(tensor, sizes) for tensor, layout in self.tensors)
         return (*views, *self.numbers(sizes))
 
 
@@ -71,8 +65,6 @@ class PlanWriter:
         self.texts: dict[str, str] = {}
         self.tensors: list[tuple[torch.Tensor, Layout]] = []
         self.numbers: dict[sympy.Expr, int] = {}
-        self.fixed_tensors: list[torch.Tensor] = []
-        """Values that do not depend on the token count."""
         self.written: set[int] = set()
         self.aliases: dict[str, int] = {}
         self.positions = {item.name: i for i, item in enumerate(graph.split.inputs)}
@@ -93,7 +85,6 @@ class PlanWriter:
             self.tensors.append((tensor, layout))
         else:
             self.texts[name] = self.code.bind(tensor, "static_")
-            self.fixed_tensors.append(tensor)
 
     def add_alias(self, name: str, position: int) -> None:
         """A value that is an input, written in place perhaps: returned, it is that very tensor."""
@@ -169,10 +160,13 @@ class PlanWriter:
             return f"{self.code.bind(_owned(self._static_storages()), 'owned_')}({text})"
         return f"{text}.clone()"
 
-    def _static_storages(self) -> frozenset[int]:
+    def static_tensors(self) -> list[torch.Tensor]:
+        """The tensors at fixed addresses that the plan refers to."""
         bound = [value for value in self.code.names.values() if isinstance(value, torch.Tensor)]
-        tensors = [*(tensor for tensor, _ in self.tensors), *bound]
-        return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
+        return [*(tensor for tensor, _ in self.tensors), *bound]
+
+    def _static_storages(self) -> frozenset[int]:
+        return frozenset(x.untyped_storage().data_ptr() for x in self.static_tensors())
 
     def _head(self) -> list[str]:
         bound = self.static_inputs.bound
@@ -185,7 +179,7 @@ class PlanWriter:
         lines.append(f"if not {same}(args, {where}, {at}): raise {moved}")
         staged = self.static_inputs.staged
         if staged and (written := self._written_inputs()):
-            overlap = self.code.bind(_overlap(written, staged), "overlap_")
+            overlap = self.code.bind(_overlap(written, staged, self.args), "overlap_")
             lines.append(f"if {overlap}(args): raise {self.code.bind(InputsOverlap)}")
         if staged:
             buffers = [self._text(Value(self.graph.split.inputs[i].name)) for i in staged]
@@ -193,11 +187,20 @@ class PlanWriter:
                 f"args[{i}].data_ptr() != {self.static_inputs.buffer(i, self.sizes).data_ptr()}"
                 for i in staged
             )
-            copy = self.code.bind(torch._foreach_copy_)
-            sources = ", ".join(f"args[{i}]" for i in staged)
             lines.append(f"if {fresh}:")
-            lines.append(f"    {copy}([{', '.join(buffers)}], [{sources}])")
+            copy = self.code.bind(torch._foreach_copy_)
+            # One kernel per dtype: a list of several would be copied tensor by tensor.
+            for group in self._staged_by_dtype():
+                targets = ", ".join(buffers[staged.index(i)] for i in group)
+                sources = ", ".join(f"args[{i}]" for i in group)
+                lines.append(f"    {copy}([{targets}], [{sources}])")
         return lines
+
+    def _staged_by_dtype(self) -> list[list[int]]:
+        groups: dict[torch.dtype, list[int]] = {}
+        for position in self.static_inputs.staged:
+            groups.setdefault(self.args[position].dtype, []).append(position)
+        return list(groups.values())
 
     def _written_inputs(self) -> tuple[int, ...]:
         """Positions of the inputs that a step writes."""
@@ -217,10 +220,21 @@ class PlanWriter:
         return lines
 
 
-def _overlap(written: Sequence[int], staged: Sequence[int]) -> Callable[[Sequence[Any]], bool]:
-    """Would a step write what another input was copied from?"""
+def _overlap(
+    written: Sequence[int], staged: Sequence[int], captured: Sequence[Any]
+) -> Callable[[Sequence[Any]], bool]:
+    """Would a step write what another input was copied from?
+
+    Caches are written where they were at capture, call after call: one comparison tells.
+    """
+    caches = [i for i in written if i not in staged]
+    addresses = [x.data_ptr() if i in caches else None for i, x in enumerate(captured)]
+    storages = frozenset(captured[i].untyped_storage().data_ptr() for i in caches)
+    is_simple = len(caches) == len(written)
 
     def overlap(args: Sequence[Any]) -> bool:
+        if is_simple and _torch.same_addresses(args, addresses, caches):
+            return any(args[i].untyped_storage().data_ptr() in storages for i in staged)
         writers = {args[i].untyped_storage().data_ptr(): i for i in written}
         return any(writers.get(args[i].untyped_storage().data_ptr(), i) != i for i in staged)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from piecewise_backend.render import align, piece_table
+from piecewise_backend.render import piece_table
 from piecewise_backend.runtime import Runtime
 from piecewise_backend.session import Session
 
@@ -78,10 +78,11 @@ def _report_runtime(runtime: Runtime) -> GraphReport:
         num_replays=runtime.statistics.num_replays,
         fallbacks={r.value: n for r, n in runtime.statistics.fallbacks.items()},
         conditions=tuple(sorted(conditions)),
-        padding_unsafe=dict(runtime.dispatcher.unsafe_sizes),
-        capture_errors=dict(runtime.dispatcher.failed_sizes),
+        padding_unsafe={
+            size: captured.padding_fault
+            for size, captured in runtime.captures.sizes.items()
+            if captured.padding_fault is not None
+        },
+        capture_errors=dict(runtime.captures.failed),
         capture_seconds=runtime.captures.seconds,
     )
-
-
-__all__ = ["GraphReport", "Report", "align", "report_session"]

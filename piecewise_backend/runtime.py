@@ -9,6 +9,7 @@ not seen yet, capturing, falling back, another thread or stream - leaves it for 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import warnings
@@ -22,6 +23,7 @@ from piecewise_backend.batch import FallbackReason
 from piecewise_backend.capture import CapturedSize
 from piecewise_backend.captures import Captures
 from piecewise_backend.compiled import CompiledGraph
+from piecewise_backend.compiler import Call
 from piecewise_backend.config import Config
 from piecewise_backend.counters import CompilationCounter
 from piecewise_backend.dispatch import STATIC_SIZE, Dispatcher
@@ -44,6 +46,16 @@ _MAX_INSTANCES = 64
 _NEVER_REPORTED = {FallbackReason.DISABLED, FallbackReason.NO_GRAPHS_ON_DEVICE}
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class DynamicBinding:
+    """What the plan without graphs needs for one batch."""
+
+    numbers: tuple[Any, ...]
+    calls: tuple[Call, ...]
+    violation: str | None
+    """A condition that made a piece run as traced."""
+
+
 class Runtime:
     """Plans, buffers and state of one graph."""
 
@@ -63,7 +75,7 @@ class Runtime:
         self._session = session
         self._dump = dump
         self.captures = Captures(graph, config)
-        static_num_tokens = _static_num_tokens(graph, example_args)
+        static_num_tokens = graph.static_num_tokens(example_args)
         self.dispatcher = Dispatcher.of(
             graph.token_dim, config, self.captures.is_possible, static_num_tokens
         )
@@ -74,7 +86,7 @@ class Runtime:
         plan, exprs = dynamic_plan(graph.split, graph.instances, graph.device.type)
         self._dynamic = plan.function
         self._dynamic_numbers = SizeFunction(graph.split.symbols, exprs)
-        self._dynamic_bindings: dict[Sizes, tuple[tuple[Any, ...], tuple[Any, ...]]] = {}
+        self._dynamic_bindings: dict[Sizes, DynamicBinding] = {}
         dump.write("plan_dynamic.py", plan.source)
         self.call = self._make_call()
 
@@ -152,7 +164,14 @@ class Runtime:
             return self._fall_back(args, sizes, decision)
         captured = self.captures.sizes.get(decision)
         if captured is not None:
+            is_padded = decision != self.graph.token_dim.num_tokens(sizes)
+            if is_padded and decision != STATIC_SIZE and captured.padding_fault is not None:
+                detail = f"{captured.padding_fault}; add the exact size to the grid"
+                return self._fall_back(args, sizes, FallbackReason.PADDING_UNSAFE, detail)
             return self._prepare(captured, sizes, args)
+        if decision in self.captures.failed:
+            detail = self.captures.failed[decision]
+            return self._fall_back(args, sizes, FallbackReason.CAPTURE_ERROR, detail)
         if self.captures.do_not_fit(args) or any(c.fit(args) for c in self._parked):
             return self._recover_from_move(args)
         return self._not_captured(args, sizes, decision)
@@ -180,11 +199,9 @@ class Runtime:
         is_warming_up = self._session.is_capturing
         if self._session.is_sealed:
             return self._fall_back(args, sizes, FallbackReason.NOT_CAPTURED)
-        if is_warming_up or self._session.is_tracing:
-            result = self._run_dynamic(args, sizes)
-        else:
+        if not is_warming_up and not self._session.is_tracing:
             self.statistics.count(FallbackReason.NOT_CAPTURED)
-            result = self._run_dynamic(args, sizes)
+        result = self._run_dynamic(args, sizes)
         hits = self.captures.hits
         hits[size] = hits.get(size, 0) + 1
         is_due = hits[size] >= self.config.capture_after and not self._session.is_tracing
@@ -192,15 +209,10 @@ class Runtime:
             self._capture(args, sizes, size)
         return result
 
-    def _fall_back(self, args: Args, sizes: Sizes, reason: FallbackReason) -> Any:
+    def _fall_back(self, args: Args, sizes: Sizes, reason: FallbackReason, detail: str = "") -> Any:
         if not self._session.is_tracing:
-            self._report_fallback(reason, sizes)
-        result = self._run_dynamic(args, sizes)
-        for versions in self.graph.versions:
-            if versions.violation is not None and not self._session.is_tracing:
-                self._report_fallback(FallbackReason.ASSUMPTION, sizes, versions.violation)
-                versions.violation = None
-        return result
+            self._report_fallback(reason, sizes, detail)
+        return self._run_dynamic(args, sizes)
 
     def _report_fallback(self, reason: FallbackReason, sizes: Sizes, detail: str = "") -> None:
         self.statistics.count(reason)
@@ -218,11 +230,19 @@ class Runtime:
     def _run_dynamic(self, args: Args, sizes: Sizes) -> Any:
         binding = self._dynamic_bindings.get(sizes)
         if binding is None:
-            binding = (self._dynamic_numbers(sizes), self.graph.calls_at(sizes))
-            if self._session.is_sealed and len(self._dynamic_bindings) >= _MAX_PREPARED:
+            binding = self._bind_dynamic(sizes)
+            if len(self._dynamic_bindings) >= _MAX_PREPARED:
                 self._dynamic_bindings.clear()
             self._dynamic_bindings[sizes] = binding
-        return self._dynamic(args, *binding)
+        if binding.violation is not None:
+            self._report_fallback(FallbackReason.ASSUMPTION, sizes, binding.violation)
+        return self._dynamic(args, binding.numbers, binding.calls)
+
+    def _bind_dynamic(self, sizes: Sizes) -> DynamicBinding:
+        choices = self.graph.choices_at(sizes)
+        violation = next((c.violation for c in choices if c.violation is not None), None)
+        calls = tuple(choice.call for choice in choices)
+        return DynamicBinding(self._dynamic_numbers(sizes), calls, violation)
 
     def _recover_from_move(self, args: Args) -> Any:
         """A bound input lies elsewhere now: no graph that read it may be replayed."""
@@ -251,11 +271,8 @@ class Runtime:
         try:
             captured = self.captures.capture(size, args, sizes, self.dispatcher.table)
         except CaptureError as error:
-            self.dispatcher.failed_sizes[size] = str(error)
-            self._report_fallback(FallbackReason.CAPTURE_ERROR, sizes)
+            self._report_fallback(FallbackReason.CAPTURE_ERROR, sizes, str(error))
             return
-        if captured.padding_fault is not None:
-            self.dispatcher.unsafe_sizes[size] = captured.padding_fault
         self.counters.add(num_cudagraph_captured=captured.num_graphs)
         self._dump.write(f"plan_{size or 'static'}.py", captured.plan.source)
         log.debug("captured size %d: %d graphs", size, captured.num_graphs)
@@ -263,7 +280,7 @@ class Runtime:
     def has_captured(self, size: int) -> bool:
         """There are graphs for this capture size, or it is known that there can be none."""
         key = size if self.graph.token_dim.tokens else STATIC_SIZE
-        return key in self.captures.sizes or key in self.dispatcher.failed_sizes
+        return key in self.captures.sizes or key in self.captures.failed
 
     def seal(self) -> None:
         """Compile nothing any more: a violated assumption runs a piece as traced."""
@@ -271,14 +288,8 @@ class Runtime:
             versions.is_sealed = True
 
     def unseal(self) -> None:
-        """Allow compiling again."""
+        """Allow compiling again, and trying again what could not be captured."""
+        self.captures.failed.clear()
+        self._dynamic_bindings.clear()
         for versions in self.graph.versions:
-            versions.is_sealed = False
-
-
-def _static_num_tokens(graph: CompiledGraph, args: Sequence[Any]) -> int:
-    """What a graph without varying dimensions takes for tokens: the first input's rows."""
-    for item, value in zip(graph.split.inputs, args, strict=True):
-        if not item.is_static and isinstance(value, torch.Tensor) and value.dim() > 0:
-            return value.size(0)
-    return 1
+            versions.unseal()

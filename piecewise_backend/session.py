@@ -55,6 +55,11 @@ class Session:
         """The runtimes that are alive: one per trace."""
         return [runtime for ref in self._runtimes if (runtime := ref()) is not None]
 
+    @property
+    def can_capture(self) -> bool:
+        """Some trace runs where graphs exist and are wanted."""
+        return any(runtime.captures.is_possible for runtime in self.runtimes)
+
     def has_captured(self, size: int) -> bool:
         """Every trace has graphs for this size, or is known not to have them."""
         return all(runtime.has_captured(size) for runtime in self.runtimes)

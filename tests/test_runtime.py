@@ -977,7 +977,7 @@ def test_no_tokens() -> None:
 
 def test_more_tokens_than_the_largest_size() -> None:
     compiled = warmed(toy)
-    with pytest.warns(RuntimeWarning, match=r"largest size: 16.*max_cudagraph_capture_size"):
+    with pytest.warns(RuntimeWarning, match=r"largest size: 16.*cudagraph_capture_sizes"):
         same(compiled(rows(17)), toy(rows(17)), "17 tokens")
     same(compiled(rows(1000)), toy(rows(1000)), "warned once")
     assert fallbacks(pw.report(compiled)) == {FallbackReason.SIZE_ABOVE_GRID: 2}
@@ -1030,7 +1030,7 @@ def test_no_graphs_on_a_cpu_unless_asked_for() -> None:
 
 def test_cuda_graphs_on_a_cpu() -> None:
     compiled = compile(toy, graph_impl="cuda")
-    with pytest.raises(pw.ContractError, match="graph is on cpu; move the model"):
+    with pytest.raises(pw.ConfigError, match="input is on cpu; move the model"):
         compiled(rows(4))
 
 

@@ -35,3 +35,13 @@ def test_a_static_output_outlives_the_model() -> None:
     noise = [torch.full((64,), 7.0) for _ in range(200)]
     assert kept.tolist() == [[3.0, 3.0]] * 3
     assert len(noise) == 200
+
+
+@torch.no_grad()
+def test_a_slice_of_a_static_output_outlives_the_model() -> None:
+    kept = _warmed_up()(torch.ones(3, 2))[1:]
+    torch._dynamo.reset()
+    gc.collect()
+    noise = [torch.full((64,), 7.0) for _ in range(200)]
+    assert kept.tolist() == [[3.0, 3.0]] * 2
+    assert len(noise) == 200

@@ -24,9 +24,9 @@ from piecewise_backend._torch.inductor import (
     mode_patches,
 )
 from piecewise_backend._torch.memory import (
-    abandon_capture,
     borrowed_storage,
     bound_replay,
+    leave_failed_capture,
     ordinary_tensors,
     raw_stream,
     same_addresses,
@@ -50,7 +50,6 @@ __all__ = [
     "SizeEnv",
     "StorageWeakRef",
     "UnwrappedByDynamo",
-    "abandon_capture",
     "borrowed_storage",
     "bound_replay",
     "calling_scope",
@@ -62,6 +61,7 @@ __all__ = [
     "inductor_options",
     "is_static_input",
     "kernel_below_dispatcher",
+    "leave_failed_capture",
     "mode_patches",
     "number_of",
     "one_trace_for_all_sizes",

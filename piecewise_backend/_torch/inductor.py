@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,9 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses import fake_impls
 
 from piecewise_backend._torch.symbols import SizeEnv, one_trace_for_all_sizes
+
+# One compilation at a time: two overlapping ones would restore what they patch in wrong order.
+_compiling = threading.RLock()
 
 
 @contextlib.contextmanager
@@ -48,6 +52,7 @@ def compile_with_inductor(
     `aot=True` gives an artifact that holds all it needs.
     """
     with (
+        _compiling,
         one_trace_for_all_sizes(),
         _views_for_every_size(),
         tracing(TracingContext(env.fake_mode)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,12 +34,12 @@ def borrowed_storage(memory: Tensor, num_bytes: int) -> torch.UntypedStorage:
 
 
 def _same_addresses_in_python(
-    values: list[Any], addresses: list[int | None], indices: list[int]
+    values: Sequence[Any], addresses: list[int | None], indices: list[int]
 ) -> bool:
     return all(values[index].data_ptr() == addresses[index] for index in indices)
 
 
-same_addresses: Callable[[list[Any], list[int | None], list[int]], bool] = getattr(
+same_addresses: Callable[[Any, list[int | None], list[int]], bool] = getattr(
     torch._C, "_tensors_data_ptrs_at_indices_equal", _same_addresses_in_python
 )
 """Does `values[i]` lie at `addresses[i]`, for these indices? In C++ where torch has CUDA."""
@@ -50,16 +50,13 @@ def raw_stream(device_index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device_index)
 
 
-def abandon_capture(device: torch.device, pool: tuple[int, int]) -> None:
-    """Bring allocator and generator out of a capture that `capture_end` could not end.
+def leave_failed_capture() -> None:
+    """Bring the random generator out of a capture that `capture_end` could not end.
 
-    Up to torch 2.11 at least, `capture_end` raises before it tells them. The allocator is told
-    directly, and the generator by a capture of nothing. Ends when `capture_end` cleans up.
+    `capture_end` raises before it tells the generator (torch 2.11), and every random number
+    would be an error from then on. A capture of nothing ends properly. Ends when `capture_end`
+    cleans up after itself.
     """
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    with contextlib.suppress(RuntimeError):  # a torch that has told the allocator already
-        torch._C._cuda_endAllocateToPool(index, pool)
-        torch._C._cuda_releasePool(index, pool)
     nothing = torch.cuda.CUDAGraph()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "the graph is empty"

@@ -117,7 +117,3 @@ class SizeEnv:
             if not self.shape_env.evaluate_guards_expression(condition, list(sizes)):
                 return condition
         return None
-
-    def assumed_at(self) -> str:
-        """Where in the user's source the newest assumption was made, or an empty string."""
-        return str(self.shape_env.guards[-1].sloc) if self.shape_env.guards else ""
