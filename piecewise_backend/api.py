@@ -5,6 +5,7 @@ In:  what `torch.compile(..., backend="piecewise")` or `module.compile(...)` ret
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -48,7 +49,10 @@ def warmup(compiled: Callable[..., Any], make_inputs: MakeInputs, *, seal: bool 
     session = _trace(compiled, make_inputs, sizes)
     with session.phase(capturing=True), collector_paused():
         # A second round finds something to do only if module state moved between two sizes.
-        for size in sizes * 2 if session.can_capture else ():
+        for size in sizes if session.can_capture else ():
+            args, kwargs = _inputs(make_inputs, size)
+            compiled(*args, **kwargs)
+        for size in sizes if session.can_capture else ():
             if not session.has_captured(size):
                 args, kwargs = _inputs(make_inputs, size)
                 compiled(*args, **kwargs)
@@ -123,8 +127,13 @@ def _inputs(make_inputs: MakeInputs, size: int) -> tuple[tuple[Any, ...], dict[s
 
 
 def _tensors(args: Iterable[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    leaves = pytree.tree_leaves((args, kwargs))
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    found: list[torch.Tensor] = []
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            found += _tensors([getattr(leaf, f.name) for f in dataclasses.fields(leaf)], {})
+    return found
 
 
 def _mark_varying(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> None:
@@ -134,6 +143,11 @@ def _mark_varying(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> No
         raise ContractError(
             f"make_inputs returned tensors of rank {ranks} for one size and {other_ranks} for "
             "another; return the same arguments for every size"
+        )
+    if tensors and all(a.shape == b.shape for a, b in zip(tensors, others, strict=True)):
+        raise ContractError(
+            f"make_inputs returned the same shapes, {[tuple(t.shape) for t in tensors]}, for two "
+            "sizes; return descriptor.num_tokens tokens"
         )
     for tensor, other in zip(tensors, others, strict=True):
         for dim, (size, other_size) in enumerate(zip(tensor.shape, other.shape, strict=True)):

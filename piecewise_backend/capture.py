@@ -26,10 +26,11 @@ from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.compiler import Call
 from piecewise_backend.errors import CaptureError, PiecewiseError
 from piecewise_backend.graphs import CapturedGraph, GraphPool
-from piecewise_backend.padding import PaddedCall, find_padding_fault
-from piecewise_backend.plan import Plan, written_arguments
+from piecewise_backend.padding import PaddedCall, find_padding_fault, sizes_in_arithmetic
+from piecewise_backend.plan import Plan
 from piecewise_backend.plan_writer import PlanWriter, RowTable
 from piecewise_backend.sizes import Layout, Sizes
+from piecewise_backend.split_ops import returned_arguments, written_arguments
 from piecewise_backend.static_inputs import StaticInputs
 from piecewise_backend.steps import Constant, Host, Piece, SplitOp, Value
 
@@ -183,14 +184,17 @@ class _Capture:
 
     def _imitate_split_op(self, op: SplitOp) -> None:
         read_by_pieces = self.writer.read_by_pieces
+        returned = returned_arguments(op)
         for name in op.outputs:
-            if name is not None and name in read_by_pieces:
+            if name in returned:
+                self.values[str(name)] = self.values[returned[name].name]
+            elif name is not None and name in read_by_pieces:
                 self.values[name] = self._stable_buffer(self.graph.layouts[name])
                 self.writer.add_value(name, _torch.weak_view(self.values[name]))
         names = dict.fromkeys(value.name for value in written_arguments(op))
         written = [self.values[name] for name in names if name in self.values]
         self._note_writes(written)
-        fresh = [self.values[name] for name in op.outputs if name in self.values]
+        fresh = [self.values[n] for n in op.outputs if n in self.values and n not in returned]
         for tensor in (*written, *fresh):
             if tensor.untyped_storage().data_ptr() not in self.outside:
                 _fill_with_noise(tensor)
@@ -221,6 +225,10 @@ class _Capture:
             return None
         call = self.graph.call_at(position, self.request.sizes)
         is_new = call not in self.request.tried
+        instance = self.graph.instances[position]
+        num_sizes = sum(isinstance(ref, Host) for ref in instance.inputs)
+        if fault := sizes_in_arithmetic(instance.distinct.module, num_sizes):
+            return f"piece {instance.piece.index}: {fault}"
         try:
             fault = find_padding_fault(self._padded_call(position, inputs), is_thorough=is_new)
         except Exception as error:  # such as a count that the model does not accept
@@ -228,7 +236,7 @@ class _Capture:
         if fault is None:
             self.request.tried.add(call)
             return None
-        return f"piece {self.graph.instances[position].piece.index}: {fault}"
+        return f"piece {instance.piece.index}: {fault}"
 
     def _padded_call(self, position: int, inputs: Sequence[Any]) -> PaddedCall:
         tokens = self.request.half

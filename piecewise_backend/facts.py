@@ -9,17 +9,19 @@ mutated, the dispatcher tells whether anything is computed at all.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from piecewise_backend import _torch
 from piecewise_backend.canonical import DistinctPiece
 from piecewise_backend.fakes import fake_inputs
 from piecewise_backend.sizes import Sizes, TokenDim
+from piecewise_backend.steps import leaves_of
 
 _ALLOCATIONS = {
     "aten::empty",
@@ -47,16 +49,23 @@ class PieceFacts:
 class _KernelRecorder(TorchDispatchMode):
     """Notes operators that compute, and the devices of what they return."""
 
+    supports_higher_order_operators = True  # `torch.cond` and the like
+
     def __init__(self) -> None:
         super().__init__()
         self.has_kernels = False
         self.devices: set[torch.device] = set()
         self.allocated: set[int] = set()
+        self.written: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        if isinstance(func, HigherOrderOperator):
+            self.has_kernels = True
+            return result
+        self._note_writes(func._schema, args, kwargs or {})
         is_view = any(
             out.alias_info is not None and not out.alias_info.is_write
             for out in func._schema.returns
@@ -72,6 +81,17 @@ class _KernelRecorder(TorchDispatchMode):
         self.devices |= {tensor.device for tensor in tensors}
         return result
 
+    def _note_writes(self, schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Versions are not enough: an op made by `Library.define`, or a write through `.data`,
+        does not count one."""
+        given = dict(zip((argument.name for argument in schema.arguments), args, strict=False))
+        for argument in schema.arguments:
+            value = (given | dict(kwargs)).get(argument.name)
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for leaf in leaves_of(value):
+                    if isinstance(leaf, torch.Tensor):
+                        self.written.add(leaf.untyped_storage()._cdata)
+
 
 def find_facts(piece: DistinctPiece, token_dim: TokenDim, sizes: Sizes) -> PieceFacts:
     """Run a piece on fake tensors of the given sizes."""
@@ -86,11 +106,15 @@ def find_facts(piece: DistinctPiece, token_dim: TokenDim, sizes: Sizes) -> Piece
         before = {i: x._version for i, x in tensors.items()}
         with _KernelRecorder() as recorder:
             outputs = piece.module.forward(*inputs)
-    mutated = frozenset(i for i, x in tensors.items() if x._version != before[i])
+    mutated = frozenset(
+        i
+        for i, x in tensors.items()
+        if x._version != before[i] or x.untyped_storage()._cdata in recorder.written
+    )
     devices = recorder.devices | {x.device for x in tensors.values()}
     undefined = frozenset(
         position
         for position, output in enumerate(outputs)
-        if output.untyped_storage()._cdata in recorder.allocated and output._version == 0
+        if output.untyped_storage()._cdata in recorder.allocated - recorder.written
     )
     return PieceFacts(mutated, recorder.has_kernels, frozenset(devices), undefined)

@@ -143,10 +143,7 @@ class EmulatedGraphPool:
                 storages[own.data_ptr()] = self._arena.lease(own.nbytes())
             storage = storages[own.data_ptr()]
             with _torch.ordinary_tensors():
-                empty = torch.empty(0, dtype=output.dtype, device=output.device)
-                placed.append(
-                    empty.set_(storage, output.storage_offset(), output.shape, output.stride())
-                )
+                placed.append(_torch.same_layout(output, storage))
         return tuple(placed)
 
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-import re
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -182,9 +181,22 @@ def _emit_custom_op(
 
     args = tuple(argument(place, value) for place, value in enumerate(node.args))
     kwargs = {name: argument(name, value) for name, value in node.kwargs.items()}
+    if indexed:
+        args, kwargs = _with_defaults(op, args, kwargs)
     copy = graph.call_function(_twin(op, indexed) if indexed else op, args, kwargs)
     copy.meta = dict(node.meta)
     return copy
+
+
+def _with_defaults(
+    op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call with every argument given."""
+    given = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
+    values = {a.name: given.get(a.name, a.default_value) for a in op._schema.arguments}
+    keyword_only = {a.name for a in op._schema.arguments if a.kwarg_only}
+    positional = tuple(value for name, value in values.items() if name not in keyword_only)
+    return positional, {name: values[name] for name in values if name in keyword_only}
 
 
 def _argument_name(slot: Slot) -> str:
@@ -220,16 +232,41 @@ def _table_index(value: Any) -> int:
         return _indices[typed]
 
 
+def _declared_types(op: OpOverload) -> dict[str, str]:
+    """The types of the arguments as the schema spells them, with what they say of aliasing.
+
+    Read off the schema's text: its objects print `SymInt` as `int`.
+    """
+    text = str(op._schema).partition("(")[2]
+    types: dict[str, str] = {}
+    quote, depth, part = "", 0, ""
+    for character in text:
+        quote = "" if character == quote else quote or (character if character in "\"'" else "")
+        depth += 0 if quote else (character in "([") - (character in ")]")
+        if not quote and (depth < 0 or (depth == 0 and character == ",")):
+            kind, _, name = part.partition("=")[0].strip().rpartition(" ")
+            types[name] = kind
+            part = ""
+            if depth < 0:
+                break
+        else:
+            part += character
+    return types
+
+
 @functools.cache
 def _twin(op: OpOverload, indexed: tuple[str, ...]) -> OpOverload:
     """An op like `op` whose arguments named in `indexed` are indices into the table."""
     name = f"{op._schema.name.replace('::', '__')}_{op._overloadname}__{'_'.join(indexed)}"
-    schema = str(op._schema).replace(f"{op._schema.name}", name, 1)
-    schema = schema.replace(f"{name}.{op._overloadname}(", f"{name}(", 1)
-    for argument in indexed:
-        # Whatever the type, `str?` for example. An argument equal to its default is not passed on
-        # to Python, hence one that is no index.
-        schema = re.sub(rf"[^ (]+ {argument}(=[^,)]+)?(?=[,)])", f"SymInt {argument}=-1", schema)
+    parts, types = [], _declared_types(op)
+    for argument in op._schema.arguments:
+        if argument.kwarg_only and "*" not in parts:
+            parts.append("*")
+        kind = "SymInt" if argument.name in indexed else types[argument.name]
+        parts.append(f"{kind} {argument.name}")
+    # No defaults: a caller passes every argument.
+    returns = str(op._schema).rpartition("->")[2]
+    schema = f"{name}({', '.join(parts)}) ->{returns}"
     _library.define(schema)
 
     def call_original(*args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,8 @@ The piece runs on copies of the inputs whose padded rows differ: a real row, NaN
 values. The real rows of the outputs, and of the inputs that the piece writes, must agree to the
 bit, or some row depends on padding. They must also be near what the piece as traced gives without
 padding, or they depend on the size itself. Half of the rows are padded: a value that depends on
-the size is then off by a factor of about two, which no rounding explains.
+the size is then mostly off by a factor of about two, which no rounding explains. Where it may
+not be, the graph tells: a size that is an operand of arithmetic is refused unseen.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from piecewise_backend.compiler import Call
 from piecewise_backend.sizes import Layout, Sizes
@@ -27,6 +29,18 @@ _HALF_TOLERANCE = 0.1
 
 Fill = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Makes values for a whole padded input, given that and its real rows."""
+
+
+_ARITHMETIC = {
+    *("add", "sub", "mul", "div", "truediv", "floordiv", "pow", "mod", "rsub", "true_divide"),
+    *("floor_divide", "remainder", "fmod", "full_like", "fill_", "masked_fill", "add_", "mul_"),
+    *("sub_", "div_", "lt", "le", "gt", "ge", "eq", "ne", "maximum", "minimum", "clamp", "clip"),
+    *("clamp_", "clamp_min", "clamp_max", "where", "full", "new_full", "fill", "masked_fill_"),
+    *("multiply", "divide", "subtract", "tensor", "scalar_tensor", "as_tensor", "lerp", "pow_"),
+    *("new_tensor", "addcmul", "addcdiv", "addcmul_", "addcdiv_", "linspace", "logspace", "pad"),
+}
+_NUMBER_KEYWORDS = {"fill_value", "value", "other", "alpha", "min", "max", "exponent", "weight"}
+"""What such a number is called when it is not positional."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,6 +122,24 @@ def _name(padded: PaddedCall, position: int) -> str:
     if position < num_outputs:
         return f"output {position}"
     return f"input {sorted(padded.mutated)[position - num_outputs]}, which it writes,"
+
+
+def sizes_in_arithmetic(module: fx.GraphModule, num_sizes: int) -> str | None:
+    """Name a node that computes with a size as a number, or None."""
+    hosts = set(list(module.graph.find_nodes(op="placeholder"))[:num_sizes])
+    for node in module.graph.nodes:
+        if node.op not in ("call_function", "call_method"):
+            continue
+        is_number = not isinstance(node.meta.get("example_value"), torch.Tensor)
+        if is_number and node.all_input_nodes and hosts.issuperset(node.all_input_nodes):
+            hosts.add(node)
+            continue
+        name = node.target if isinstance(node.target, str) else node.target.__name__
+        numbers = [*node.args, *(node.kwargs.get(name) for name in _NUMBER_KEYWORDS)]
+        direct = [arg for arg in numbers if isinstance(arg, fx.Node) and arg in hosts]
+        if direct and name.split(".")[0] in _ARITHMETIC:
+            return f"{node.name} computes with the number of tokens"
+    return None
 
 
 def _trials(padded: PaddedCall) -> list[tuple[Fill | None, Sequence[Fill]]]:

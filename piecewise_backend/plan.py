@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
-from torch._ops import OpOverload, OpOverloadPacket
+import torch
 
-from piecewise_backend import _torch
 from piecewise_backend.canonical import Instance
+from piecewise_backend.split_ops import bind_split_op
 from piecewise_backend.steps import Constant, Host, SplitGraph, SplitOp, Value, map_leaves
 
 
@@ -31,35 +31,6 @@ class Plan:
 
     function: Callable[..., tuple[Any, ...]]
     source: str
-
-
-def bind_split_op(op: SplitOp, device_type: str) -> Callable[..., Any]:
-    """The function that a plan calls for a split op: as close to the kernel as can be."""
-    target: Any = op.target
-    if isinstance(target, OpOverloadPacket) and hasattr(target, "default"):
-        target = target.default
-    if isinstance(target, OpOverload):
-        return _torch.kernel_below_dispatcher(target, device_type)
-    return target  # type: ignore[no-any-return]
-
-
-def written_arguments(op: SplitOp) -> tuple[Value, ...]:
-    """The tensors that a split op declares to write."""
-    target: Any = op.target
-    if isinstance(target, OpOverloadPacket) and hasattr(target, "default"):
-        target = target.default
-    if not isinstance(target, OpOverload):
-        return ()
-    written: list[Any] = []
-    arguments = target._schema.arguments
-    given: Iterable[tuple[Any, Any]] = (
-        *zip(arguments, op.args, strict=False),
-        *((a, op.kwargs[a.name]) for a in arguments if a.name in op.kwargs),
-    )
-    for argument, value in given:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            map_leaves(value, written.append)
-    return tuple(value for value in written if isinstance(value, Value))
 
 
 class Source:
@@ -119,7 +90,7 @@ def unpack(names: Sequence[str], source: str) -> str:
 
 
 def dynamic_plan(
-    split: SplitGraph, instances: Sequence[Instance], device_type: str
+    split: SplitGraph, instances: Sequence[Instance], device: torch.device
 ) -> tuple[Plan, tuple[sympy.Expr, ...]]:
     """The plan without graphs: `plan(args, numbers, calls)`.
 
@@ -145,7 +116,7 @@ def dynamic_plan(
             "_" if name is None else f"v{step.index}_{i}" for i, name in enumerate(step.outputs)
         ]
         if isinstance(step, SplitOp):
-            function = code.bind(bind_split_op(step, device_type), "op_")
+            function = code.bind(bind_split_op(step, device), "op_")
             call = code.call(step, function, leaf)
             is_packed = step.returns_tuple
         else:

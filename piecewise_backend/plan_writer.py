@@ -17,8 +17,9 @@ import torch
 from piecewise_backend import _torch
 from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.errors import ContractError
-from piecewise_backend.plan import Plan, Source, bind_split_op, unpack
+from piecewise_backend.plan import Plan, Source, unpack
 from piecewise_backend.sizes import Layout, SizeFunction, Sizes
+from piecewise_backend.split_ops import bind_split_op, returned_arguments
 from piecewise_backend.static_inputs import StaticInputs
 from piecewise_backend.steps import Constant, Host, SplitOp, Value, reads
 
@@ -29,6 +30,19 @@ class RowTable:
 
     tensors: tuple[tuple[torch.Tensor, Layout], ...]
     numbers: SizeFunction
+    for_split_ops: frozenset[int]
+    """Positions of the tensors that split ops are given."""
+
+    def are_strided_as_promised(self, sizes: Sizes) -> bool:
+        """The rows that split ops are given have the strides that eager's would have.
+
+        Rows of a padded tensor have other strides if the token dimension is not the first, and
+        a kernel may rely on contiguous ones.
+        """
+        return all(
+            layout.has_strides_of(layout.rows(tensor, sizes), sizes)
+            for tensor, layout in (self.tensors[i] for i in self.for_split_ops)
+        )
 
     def at(self, sizes: Sizes) -> tuple[Any, ...]:
         """The `rows` argument of the plan for a batch of these sizes."""
@@ -65,6 +79,7 @@ class PlanWriter:
         self.texts: dict[str, str] = {}
         self.tensors: list[tuple[torch.Tensor, Layout]] = []
         self.numbers: dict[sympy.Expr, int] = {}
+        self.given_to_split_ops: set[int] = set()
         self.written: set[int] = set()
         self.aliases: dict[str, int] = {}
         self.positions = {item.name: i for i, item in enumerate(graph.split.inputs)}
@@ -97,16 +112,21 @@ class PlanWriter:
 
     def add_split_op(self, op: SplitOp) -> None:
         """Append the call of a split op; what pieces read of its results goes to buffers."""
-        function = self.code.bind(bind_split_op(op, self.graph.device.type), "op_")
+        function = self.code.bind(bind_split_op(op, self.graph.device), "op_")
         call = self.code.call(op, function, self._text)
+        rows = [self.texts[value.name] for value in op.values()]
+        self.given_to_split_ops |= {int(text[1:]) for text in rows if text.startswith("r")}
         results = ["_" if name is None else f"t{op.index}_{i}" for i, name in enumerate(op.outputs)]
         if not any(op.outputs):
             self.code.add(call)
             return
+        returned = returned_arguments(op)
         targets = f"({''.join(f'{r}, ' for r in results)})" if op.returns_tuple else results[0]
         self.code.add(f"{targets} = {call}")
         for name, result in zip(op.outputs, results, strict=True):
-            if name in self.read_by_pieces:
+            if name in returned:
+                self.texts[str(name)] = self._text(returned[name])
+            elif name in self.read_by_pieces:
                 self._copy_to_buffer(op, result, self.texts[name])
             elif name is not None:
                 self.texts[name] = result
@@ -114,7 +134,8 @@ class PlanWriter:
     def _copy_to_buffer(self, op: SplitOp, result: str, buffer: str) -> None:
         """A broadcasting copy would hide an op whose fake implementation lies."""
         mismatch = self.code.bind(_shape_mismatch(op), "mismatch_")
-        self.code.add(f"if {result}.shape != {buffer}.shape: {mismatch}({result}, {buffer})")
+        same = f"{result}.shape == {buffer}.shape and {result}.dtype is {buffer}.dtype"
+        self.code.add(f"if not ({same}): {mismatch}({result}, {buffer})")
         self.code.add(f"{buffer}.copy_({result})")
 
     def finish(self) -> tuple[Plan, RowTable]:
@@ -127,7 +148,8 @@ class PlanWriter:
         names += [f"n{i}" for i in range(len(self.numbers))]
         self.code.lines = [*head[:1], unpack(names, "rows"), *head[1:], *body, *tail]
         numbers = SizeFunction(self.graph.split.symbols, tuple(self.numbers))
-        return self.code.build("plan"), RowTable(tuple(self.tensors), numbers)
+        table = RowTable(tuple(self.tensors), numbers, frozenset(self.given_to_split_ops))
+        return self.code.build("plan"), table
 
     def _text(self, ref: Value | Host | Constant) -> str:
         if isinstance(ref, Host):
@@ -254,8 +276,9 @@ def _owned(static_storages: frozenset[int]) -> Callable[[torch.Tensor], torch.Te
 def _shape_mismatch(op: SplitOp) -> Callable[[torch.Tensor, torch.Tensor], None]:
     def report(result: torch.Tensor, buffer: torch.Tensor) -> None:
         raise ContractError(
-            f"{op.op_name} ({op.location}) returned shape {tuple(result.shape)} but its fake "
-            f"implementation promised {tuple(buffer.shape)}; correct register_fake"
+            f"{op.op_name} ({op.location}) returned {result.dtype} of shape "
+            f"{tuple(result.shape)} but its fake implementation promised {buffer.dtype} of shape "
+            f"{tuple(buffer.shape)}; correct register_fake"
         )
 
     return report

@@ -83,7 +83,7 @@ class Runtime:
         self._warned: set[FallbackReason] = set()
         self._lock = threading.Lock()
         self._owner = 0
-        plan, exprs = dynamic_plan(graph.split, graph.instances, graph.device.type)
+        plan, exprs = dynamic_plan(graph.split, graph.instances, graph.device)
         self._dynamic = plan.function
         self._dynamic_numbers = SizeFunction(graph.split.symbols, exprs)
         self._dynamic_bindings: dict[Sizes, DynamicBinding] = {}
@@ -183,6 +183,9 @@ class Runtime:
             prepared.clear()
         with _torch.ordinary_tensors():
             rows = captured.rows.at(sizes)
+            if not captured.rows.are_strided_as_promised(sizes):
+                detail = "the token dimension of what a split op is given is not the first"
+                return self._fall_back(args, sizes, FallbackReason.PADDING_UNSAFE, detail)
         try:
             result = captured.plan.function(list(args), rows)
         except InputMoved:

@@ -49,7 +49,9 @@ class StaticInputs:
             layout = graph.layouts[item.name]
             # A cache that a piece updates is not copied to and fro, but written in place.
             is_cache = item.name in written and not layout.is_dynamic
-            if (item.is_static or is_cache) and position not in copied:
+            # State with a token dimension is another tensor for every count: `ctx.ids = ids[:n]`.
+            is_in_place = (item.is_static and not layout.is_dynamic) or is_cache
+            if is_in_place and position not in copied:
                 bound.append(position)
             else:
                 staged.append(position)

@@ -30,6 +30,7 @@ from piecewise_backend._torch.memory import (
     ordinary_tensors,
     raw_stream,
     same_addresses,
+    same_layout,
     weak_view,
 )
 from piecewise_backend._torch.operators import kernel_below_dispatcher, operator_names
@@ -69,6 +70,7 @@ __all__ = [
     "ordinary_tensors",
     "raw_stream",
     "same_addresses",
+    "same_layout",
     "scope_of",
     "scopes_with_traces",
     "size_expr",

@@ -21,9 +21,15 @@ def weak_view(tensor: Tensor) -> Tensor:
     alias = torch._C._construct_storage_from_data_pointer(
         storage.data_ptr(), tensor.device, storage.nbytes()
     )
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
-        alias, tensor.storage_offset(), tensor.shape, tensor.stride()
-    )
+    return same_layout(tensor, alias)
+
+
+def same_layout(tensor: Tensor, storage: Any) -> Tensor:
+    """A tensor over another storage that is read as `tensor` is: shape, strides, lazy bits."""
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    view = empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    view = torch.conj(view) if tensor.is_conj() else view
+    return torch._neg_view(view) if tensor.is_neg() else view
 
 
 def borrowed_storage(memory: Tensor, num_bytes: int) -> torch.UntypedStorage:

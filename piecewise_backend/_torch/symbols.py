@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -63,7 +65,30 @@ def expr_source(expr: sympy.Expr, names: Mapping[sympy.Symbol, str]) -> str:
 
 def emit_expr(expr: sympy.Expr, symbols: Mapping[sympy.Symbol, fx.Proxy]) -> Any:
     """Write a size expression as nodes of an FX graph; returns the proxy (or a number)."""
-    return sympy_interp(PythonReferenceAnalysis, dict(symbols), expr)
+    return sympy_interp(_ProxyAnalysis, dict(symbols), expr)
+
+
+class _ProxyAnalysis(PythonReferenceAnalysis):
+    """torch's own converts operands to float to divide or round them; a proxy stays a proxy."""
+
+    int_truediv = staticmethod(operator.truediv)
+    truediv = staticmethod(operator.truediv)
+
+    @staticmethod
+    def ceil_to_int(a: fx.Proxy, dtype: torch.dtype) -> fx.Proxy:
+        return a.tracer.create_proxy("call_function", math.ceil, (a,), {})
+
+    @staticmethod
+    def floor_to_int(a: fx.Proxy, dtype: torch.dtype) -> fx.Proxy:
+        return a.tracer.create_proxy("call_function", math.floor, (a,), {})
+
+    @staticmethod
+    def round_to_int(a: fx.Proxy, dtype: torch.dtype) -> fx.Proxy:
+        return a.tracer.create_proxy("call_function", round, (a,), {})
+
+    @staticmethod
+    def trunc_to_int(a: fx.Proxy, dtype: torch.dtype) -> fx.Proxy:
+        return a.tracer.create_proxy("call_function", math.trunc, (a,), {})
 
 
 def _conjuncts(code: str) -> list[str]:
