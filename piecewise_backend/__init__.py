@@ -3,7 +3,7 @@
 `torch.compile(model, backend="piecewise")` needs no import of this package.
 """
 
-from piecewise_backend.api import report, seal, warmup
+from piecewise_backend.api import report, seal, static_inputs, warmup
 from piecewise_backend.batch import BatchDescriptor, CUDAGraphMode, default_capture_sizes
 from piecewise_backend.config import Config
 from piecewise_backend.counters import CompilationCounter, compilation_counter
@@ -37,5 +37,6 @@ __all__ = [
     "report",
     "seal",
     "split_graph",
+    "static_inputs",
     "warmup",
 ]

@@ -101,6 +101,23 @@ def _session(compiled: Callable[..., Any]) -> Session:
     return next((session for session in sessions if session.runtimes), sessions[0])
 
 
+def static_inputs(compiled: Callable[..., Any], num_tokens: int) -> dict[str, torch.Tensor]:
+    """The buffers from which graphs read the arguments of a call with `num_tokens` tokens.
+
+    Whoever writes his inputs there and passes these very tensors saves the copy.
+
+    Returns:
+        Tensors of `num_tokens` rows, by the name that the traced code gives them: `L['x']`.
+
+    Raises:
+        ContractError: no graphs serve so many tokens.
+    """
+    for runtime in Session.of(_scope(compiled)).runtimes:
+        if buffers := runtime.static_inputs(num_tokens):
+            return buffers
+    raise ContractError(f"no graphs serve {num_tokens} tokens; warm up with a size that does")
+
+
 def _scope(compiled: object) -> _torch.CompileScope:
     scope = _torch.scope_of(compiled)
     if scope is None:

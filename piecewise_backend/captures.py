@@ -90,6 +90,17 @@ class Captures:
         self.seconds += time.perf_counter() - started
         return captured
 
+    def buffers(self, padded: Sizes, sizes: Sizes) -> dict[str, torch.Tensor]:
+        """What graphs read the copied arguments from: the rows of a batch, by argument."""
+        if self._static_inputs is None:
+            return {}
+        rows = {}
+        for position in self._static_inputs.staged:
+            item = self.graph.split.inputs[position]
+            buffer = self._static_inputs.buffer(position, padded)
+            rows[item.source] = self.graph.layouts[item.name].rows(buffer, sizes)
+        return rows
+
     def forget(self, args: Sequence[Any]) -> None:
         """Something that graphs read in place lies elsewhere in this call: drop them all.
 

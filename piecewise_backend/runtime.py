@@ -93,7 +93,7 @@ class Runtime:
     def _make_call(self) -> Callable[..., Any]:
         """The function that Dynamo's code calls."""
         lock, slow = self._lock, self._slow
-        key_of = self._key_function()
+        key_of = self.graph.token_dim.key_function()
         on_stream = self._stream_check()
         statistics = self.statistics
 
@@ -121,12 +121,6 @@ class Runtime:
                 lock.release()
 
         return call
-
-    def _key_function(self) -> Callable[[Sequence[Any]], Any]:
-        """The symbol values of a call as a dictionary key, read by generated code."""
-        places = [place.source() for place in self.graph.token_dim.places]
-        body = places[0] if len(places) == 1 else f"({''.join(f'{p}, ' for p in places)})"
-        return eval(f"lambda args: {body}")  # type: ignore[no-any-return]
 
     def _stream_check(self) -> Callable[[], None] | None:
         """On CUDA: a call on another stream than the one before must wait for that one."""
@@ -192,8 +186,7 @@ class Runtime:
             return self._recover_from_move(args)
         except InputsOverlap:
             return self._refuse_overlap(args)
-        key = sizes[0] if len(sizes) == 1 else sizes
-        prepared[key] = (captured.plan.function, rows)
+        prepared[self.graph.token_dim.key_of(sizes)] = (captured.plan.function, rows)
         self.statistics.num_replays += 1
         return result
 
@@ -279,6 +272,16 @@ class Runtime:
         self.counters.add(num_cudagraph_captured=captured.num_graphs)
         self._dump.write(f"plan_{size or 'static'}.py", captured.plan.source)
         log.debug("captured size %d: %d graphs", size, captured.num_graphs)
+
+    def static_inputs(self, num_tokens: int) -> dict[str, torch.Tensor]:
+        """The buffers that graphs for so many tokens read; empty if there are no such graphs."""
+        token_dim = self.graph.token_dim
+        sizes = token_dim.padded((0,) * len(token_dim.symbols), num_tokens)
+        decision = self.dispatcher.decide(sizes)
+        if isinstance(decision, FallbackReason) or decision not in self.captures.sizes:
+            return {}
+        with _torch.ordinary_tensors():
+            return self.captures.buffers(token_dim.padded(sizes, decision), sizes)
 
     def has_captured(self, size: int) -> bool:
         """There are graphs for this capture size, or it is known that there can be none."""

@@ -65,6 +65,16 @@ class TokenDim:
         """The value of every symbol in this call."""
         return tuple(place.read(args) for place in self.places)
 
+    def key_function(self) -> Callable[[Sequence[Any]], Any]:
+        """Reads the symbol values of a call as a dictionary key; generated, for the hot path."""
+        places = [place.source() for place in self.places]
+        body = places[0] if len(places) == 1 else f"({''.join(f'{p}, ' for p in places)})"
+        return eval(f"lambda args: {body}")  # type: ignore[no-any-return]
+
+    def key_of(self, sizes: Sizes) -> Any:
+        """The key that `key_function` reads off a call with these symbol values."""
+        return sizes[0] if len(sizes) == 1 else sizes
+
     def hints(self, example_args: Sequence[Any]) -> Sizes:
         """The value of every symbol at the trace."""
         return tuple(_torch.hint_of(_shown(place, example_args)) for place in self.places)
