@@ -39,10 +39,8 @@ log = logging.getLogger(__name__)
 
 Args = tuple[Any, ...]
 
-# Token counts (times other sizes that only split ops see) whose views are kept.
-_MAX_PREPARED = 4096
-# Models of one class that are served in turn without capturing again.
-_MAX_INSTANCES = 64
+_MAX_PREPARED = 4096  # token counts, times sizes that only split ops see, whose views are kept
+_MAX_INSTANCES = 64  # models of one class that are served in turn without capturing again
 _NEVER_REPORTED = {FallbackReason.DISABLED, FallbackReason.NO_GRAPHS_ON_DEVICE}
 
 
