@@ -10,7 +10,9 @@ import copy
 import dataclasses
 import gc
 import threading
+import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -893,19 +895,36 @@ def test_a_dimension_that_only_the_split_op_sees() -> None:
     served_from_graphs(pw.report(compiled))
 
 
-def test_tokens_in_the_second_dimension() -> None:
+@pytest.mark.parametrize(
+    ("make", "num_fallbacks"),
+    [
+        (lambda n: rows(n)[None].clone(), 0),
+        (lambda n: rows(n).t(), 0),
+        # Rows of a padded buffer would not be contiguous, as the split op may expect.
+        (lambda n: rows(3, n), 8),
+    ],
+    ids=["one_sequence", "transposed", "three_positions"],
+)
+def test_tokens_in_the_second_dimension(make: Callable[[int], Tensor], num_fallbacks: int) -> None:
     def model(x: Tensor) -> Tensor:
         return out_attn(x * 2, x, x) + x
 
-    for make in (lambda n: rows(n)[None].clone(), lambda n: rows(3, n), lambda n: rows(n).t()):
-        torch._dynamo.reset()
-        compiled = compile(model)
+    compiled = compile(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # fallbacks are looked up below
+        for n in (4, 8, 16):  # exact sizes are captured
+            for call in range(3):
+                x = make(n)
+                torch._dynamo.maybe_mark_dynamic(x, 1)
+                same(compiled(x), model(x), f"{tuple(x.shape)}, call {call}")
         for call in range(4):
             for n in (4, 7, 16, 5):
                 x = make(n).add_(call)
                 torch._dynamo.maybe_mark_dynamic(x, 1)
                 same(compiled(x), model(x), f"{tuple(x.shape)}, call {call}")
-        served_from_graphs(pw.report(compiled))
+    found = fallbacks(pw.report(compiled))
+    assert found.get(FallbackReason.PADDING_UNSAFE, 0) == num_fallbacks
+    assert pw.report(compiled).graphs[0].num_replays >= 8
 
 
 def test_static_shapes() -> None:
