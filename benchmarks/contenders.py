@@ -210,10 +210,10 @@ class FullGraph:
     def capture(cls, ours: Ours, inputs: ModelInputs) -> "FullGraph":
         """Capture the plan that runs without graphs, at the size of these inputs."""
         compiled, args = ours.runtime.graph, list(ours.flat_args(inputs))
-        plan, exprs = dynamic_plan(compiled.split, compiled.instances, compiled.device.type)
+        plan, exprs = dynamic_plan(compiled.split, compiled.instances, compiled.device)
         sizes = compiled.token_dim.read(args)
         numbers = SizeFunction(compiled.split.symbols, exprs)(sizes)
-        calls = compiled.calls_at(sizes)
+        calls = tuple(choice.call for choice in compiled.choices_at(sizes))
         copied = [
             position
             for position, item in enumerate(compiled.split.inputs)

@@ -86,7 +86,7 @@ class CudaGraphPool:
             try:
                 graph.capture_end()
             except RuntimeError:  # the recording was invalid by then
-                _torch.leave_failed_capture()
+                _torch.leave_failed_capture(self.device, self.pool)
                 # The allocator takes the old pool for one that is still being recorded to.
                 self.pool = torch.cuda.graph_pool_handle()
             if not isinstance(error, Exception):

@@ -33,14 +33,13 @@ class RowTable:
     for_split_ops: frozenset[int]
     """Positions of the tensors that split ops are given."""
 
-    def are_strided_as_promised(self, sizes: Sizes) -> bool:
-        """The rows that split ops are given have the strides that eager's would have.
+    def are_contiguous_as_promised(self, sizes: Sizes) -> bool:
+        """What eager would give to split ops contiguous is so in the rows of a padded tensor.
 
-        Rows of a padded tensor have other strides if the token dimension is not the first, and
-        a kernel may rely on contiguous ones.
+        It is not if the token dimension is not the first, and a kernel may rely on it.
         """
         return all(
-            layout.has_strides_of(layout.rows(tensor, sizes), sizes)
+            layout.rows(tensor, sizes).is_contiguous() or not layout.is_contiguous(sizes)
             for tensor, layout in (self.tensors[i] for i in self.for_split_ops)
         )
 

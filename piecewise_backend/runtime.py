@@ -175,7 +175,7 @@ class Runtime:
             prepared.clear()
         with _torch.ordinary_tensors():
             rows = captured.rows.at(sizes)
-            if not captured.rows.are_strided_as_promised(sizes):
+            if not captured.rows.are_contiguous_as_promised(sizes):
                 detail = "the token dimension of what a split op is given is not the first"
                 return self._fall_back(args, sizes, FallbackReason.PADDING_UNSAFE, detail)
         try:

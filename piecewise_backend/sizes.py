@@ -186,11 +186,16 @@ class Layout:
         last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
         return (last + 1) * self.dtype.itemsize
 
-    def has_strides_of(self, tensor: torch.Tensor, sizes: Sizes) -> bool:
-        """Strides as they are without padding; those of dimensions of size 1 do not matter."""
-        shape, stride = self.shape(sizes), self.stride(sizes)
-        found = zip(shape, stride, tensor.stride(), strict=True)
-        return all(wanted == actual for size, wanted, actual in found if size > 1)
+    def is_contiguous(self, sizes: Sizes) -> bool:
+        """Row-major without gaps at these symbol values."""
+        expected = 1
+        for size, step in zip(
+            reversed(self.shape(sizes)), reversed(self.stride(sizes)), strict=True
+        ):
+            if size > 1 and step != expected:
+                return False
+            expected *= size
+        return True
 
     def rows(self, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
         """The part of a padded tensor that a batch with these symbol values fills."""

@@ -56,13 +56,16 @@ def raw_stream(device_index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device_index)
 
 
-def leave_failed_capture() -> None:
-    """Bring the random generator out of a capture that `capture_end` could not end.
+def leave_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
+    """Bring generator and allocator out of a capture that `capture_end` could not end.
 
-    `capture_end` raises before it tells the generator (torch 2.11), and every random number
-    would be an error from then on. A capture of nothing ends properly. Ends when `capture_end`
-    cleans up after itself.
+    `capture_end` raises before it tells them (torch 2.11). Every random number would be an error
+    from then on; a capture of nothing ends properly. The allocator is told directly, but goes on
+    refusing captures into the pool, which must be replaced. Ends when `capture_end` cleans up.
     """
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    with contextlib.suppress(RuntimeError):  # a torch that has told the allocator already
+        torch._C._cuda_endAllocateToPool(index, pool)
     nothing = torch.cuda.CUDAGraph()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "the graph is empty"

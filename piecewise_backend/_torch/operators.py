@@ -29,7 +29,12 @@ def kernel_below_dispatcher(op: torch._ops.OpOverload, device: str) -> Callable[
         return op
     kernels = definition._backend_fns
     registered: Callable[..., Any] | None = kernels.get(device) or kernels.get(None)
-    if registered is None or definition._disabled_kernel or definition._autocast_dtype:
+    if registered is None or definition._disabled_kernel or _autocast(definition):
         return op
     kernel = inspect.getclosurevars(inspect.unwrap(registered)).nonlocals.get("fn")
     return kernel if callable(kernel) else registered
+
+
+def _autocast(definition: Any) -> object:
+    """Autocast rules of a custom op, which only the dispatcher applies; kept since torch 2.13."""
+    return getattr(definition, "_autocast_dtype", None)
