@@ -262,12 +262,12 @@ def test_input_that_is_written_and_overlaps_another_is_not_tried() -> None:
 @pytest.mark.parametrize(
     "function",
     [
-        lambda x: x * x.new_tensor([x.shape[0]]),
+        lambda x: x * x.new_full((1,), x.shape[0]),
         lambda x: torch.addcmul(x, x, x, value=x.shape[0]),
         lambda x: x * torch.arange(x.shape[0])[-1],
         lambda x: x * torch.full((), x.shape[0]),
     ],
-    ids=["new_tensor", "addcmul", "arange", "full"],
+    ids=["new_full", "addcmul", "arange", "full"],
 )
 def test_a_size_that_becomes_a_value_is_found_in_half_precision(
     function: Callable[[Tensor], Tensor],
