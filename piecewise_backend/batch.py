@@ -66,7 +66,7 @@ def default_capture_sizes(
     1, 2, 4, then steps of 8 below 256 and steps of 16 from there, up to
     `min(2 * max_num_seqs * decode_query_len, platform_cap, max_num_batched_tokens)`, plus
     `max_num_seqs` and `max_num_batched_tokens` where they lie below that cap, off the grid.
-    The grid is the one vLLM documents (field notes, section 8).
+    The grid is vLLM's.
 
     Args:
         max_num_seqs: largest number of sequences in a batch.

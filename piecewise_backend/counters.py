@@ -15,24 +15,23 @@ from collections.abc import Iterator
 class CompilationCounter:
     """How many graphs were seen, pieces compiled and graphs captured.
 
-    A piece that cannot be captured (a split op) is a piece too: L attention layers give
-    2L+1 pieces of which L+1 are capturable.
+    L attention layers give 2L+1 steps: L split ops, and L+1 pieces that can be captured.
     """
 
     num_graphs_seen: int = 0
     """Graphs that Dynamo handed over."""
 
     num_piecewise_graphs_seen: int = 0
-    """Pieces after cutting, split ops included."""
+    """Steps after cutting: pieces and split ops."""
 
     num_piecewise_capturable_graphs_seen: int = 0
-    """Pieces after cutting, split ops left out."""
+    """Pieces after cutting."""
 
     num_inductor_compiles: int = 0
     """Inductor compilations: one per distinct piece and version."""
 
     num_cudagraph_captured: int = 0
-    """Graphs captured: capturable pieces times sizes."""
+    """Graphs captured: pieces that compute something, times sizes."""
 
     parent: CompilationCounter | None = dataclasses.field(default=None, repr=False)
     """Every change is added here as well."""

@@ -2,7 +2,7 @@
 
 In:  a distinct piece and example sizes.
 Out: `PieceFacts`.
-Knows nothing of compilers or graphs. No list of operators: versions of the inputs tell what was
+Knows nothing of compilers or graphs. No list of operators but the allocating ones: schemas and versions tell what was
 mutated, the dispatcher tells whether anything is computed at all.
 """
 

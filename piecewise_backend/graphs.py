@@ -152,8 +152,9 @@ _capturing = threading.RLock()
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """No garbage collection inside: it costs most of a capture's time (35 s against 2 s for
-    67 graphs elsewhere, field notes 7) and may free CUDA objects in the middle of one."""
+    """No garbage collection inside: one per size cost most of the 15 s that 1,683 captures took
+    (benchmarks/results/capture_cost.json), and one may free CUDA objects in the middle of a
+    capture."""
     with _capturing:  # of all threads, one at a time
         if not gc.isenabled():  # by an outer block, or by the program: nothing to pause
             yield
