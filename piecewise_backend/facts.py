@@ -2,8 +2,8 @@
 
 In:  a distinct piece and example sizes.
 Out: `PieceFacts`.
-Knows nothing of compilers or graphs. No list of operators but the allocating ones: schemas and versions tell what was
-mutated, the dispatcher tells whether anything is computed at all.
+Knows nothing of compilers or graphs. No list of operators but the allocating ones: schemas and
+versions tell what was mutated, the dispatcher tells whether anything is computed at all.
 """
 
 from __future__ import annotations
