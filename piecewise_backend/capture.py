@@ -158,6 +158,7 @@ class _Capture:
                 self.padding_fault = self.padding_fault or self._try_padding(position, inputs)
             captured = self.request.pool.capture(call, inputs)
             if facts.has_kernels:
+                _refuse_unrecorded(captured, piece, inputs)
                 captured.replay()
         self.kept.append(dataclasses.replace(captured, outputs=()))
         if facts.has_kernels:
@@ -259,6 +260,20 @@ class _Capture:
     def _dynamic_layout(self, ref: Any) -> Layout | None:
         layout = self.graph.layouts[ref.name] if isinstance(ref, Value) else None
         return layout if layout is not None and layout.is_dynamic else None
+
+
+def _refuse_unrecorded(captured: CapturedGraph, piece: Piece, inputs: Sequence[Any]) -> None:
+    """A piece that launched work where the recording could not see it would replay nothing.
+
+    One that the compiler found to compute nothing returns what it was given.
+    """
+    given = {x.untyped_storage().data_ptr() for x in inputs if isinstance(x, torch.Tensor)}
+    fresh = [x for x in captured.outputs if x.untyped_storage().data_ptr() not in given]
+    if captured.is_empty and any(x.numel() > 0 for x in fresh):
+        raise CaptureError(
+            f"piece {piece.index} recorded nothing though it computes something; an op in it "
+            "launches kernels on a stream of its own: register it as a splitting op"
+        )
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -37,6 +37,8 @@ class CapturedGraph:
     """Owning: drop them as soon as nothing that is captured later reads them."""
     owner: object
     """Keeps the graph alive."""
+    is_empty: bool = False
+    """Nothing was recorded."""
 
 
 class GraphPool(Protocol):
@@ -92,11 +94,20 @@ class CudaGraphPool:
             if not isinstance(error, Exception):
                 raise
             raise CaptureError(f"the piece cannot be recorded: {error}") from error
-        with warnings.catch_warnings():
-            # As it should be for a piece that only allocates.
-            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-            graph.capture_end()
-        return CapturedGraph(_torch.bound_replay(graph), outputs, graph)
+        is_empty = _end_capture(graph)
+        return CapturedGraph(_torch.bound_replay(graph), outputs, graph, is_empty)
+
+
+def _end_capture(graph: torch.cuda.CUDAGraph) -> bool:
+    """End a recording; returns whether it is empty, which torch tells by a warning only."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        graph.capture_end()
+    is_empty = [str(warning.message).startswith("The CUDA Graph is empty") for warning in caught]
+    for warning, is_about_empty in zip(caught, is_empty, strict=True):
+        if not is_about_empty:
+            warnings.warn(warning.message, stacklevel=2)
+    return any(is_empty)
 
 
 class EmulatedGraphPool:

@@ -391,6 +391,49 @@ def test_a_failed_capture_leaves_everything_usable() -> None:
     assert torch.cuda.memory_reserved() <= reserved - 64 * MIB
 
 
+_OTHER_STREAM: list[torch.cuda.Stream] = []
+
+
+@torch.library.custom_op("pwtest_gpu::unseen", mutates_args=[])
+def unseen(x: Tensor) -> Tensor:
+    """Computes on a stream of its own, which a recording does not see."""
+    if not _OTHER_STREAM:
+        _OTHER_STREAM.append(torch.cuda.Stream())
+    y = torch.empty_like(x)
+    with torch.cuda.stream(_OTHER_STREAM[0]):
+        torch.mul(x, 2, out=y)
+    return y
+
+
+@unseen.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_what_a_recording_does_not_see_is_an_error() -> None:
+    """Replaying nothing would return whatever the memory holds."""
+
+    def model(x: Tensor) -> Tensor:
+        return out_attn(torch.ops.pwtest_gpu.unseen(x), x, x).sin()
+
+    compiled = compile(model)
+    with pytest.warns(RuntimeWarning, match="recorded nothing though it computes"):
+        report = pw.warmup(compiled, lambda d: (rows(d.num_tokens),))
+    assert set(report.graphs[0].capture_errors) == {4, 8, 16}
+
+
+def test_a_piece_that_computes_nothing_is_no_error() -> None:
+    """Inductor finds that the first piece returns its input; its graph is empty."""
+
+    def model(x: Tensor) -> Tensor:
+        return out_attn(x.to(x.dtype) * 1, x, x).sin()
+
+    compiled = warmed(model, "inductor")
+    for n in (3, 8):
+        near(compiled(rows(n)), model(rows(n)), f"{n} tokens")
+    assert not fallbacks(pw.report(compiled))
+
+
 # Streams and threads
 
 
