@@ -2,12 +2,12 @@
 
 In:  nothing.
 Out: seconds from `torch.compile(model)` to the first result, of ours and of the default backend,
-     at 32 layers (bar: ours <= 0.3 x) and at 8.
+     at 32 layers (bar: ours <= 0.3 x) and at 8, for static and for dynamic traces.
 
 Each sample is a process of its own with empty Inductor and Triton caches. The model has been
 run eagerly before, so that libraries are loaded and the attention kernel is compiled: what is
-timed is the trace, the compilation and one step. Ours is traced for every batch size, the
-default for the one of the call.
+timed is the trace, the compilation and one step. Both are called with the same inputs: as they
+are, which Dynamo traces for the one batch size, and marked dynamic, for every batch size.
 """
 
 import argparse
@@ -28,8 +28,10 @@ from piecewise_backend.backend import piecewise
 
 MODULE = "benchmarks.compile_time"
 WAYS = ("piecewise", "torch.compile")
-DEPTHS = (32, 8)
-QUICK_DEPTHS = (2,)
+TRACES = ("static", "dynamic")
+BAR_DEPTH = 32
+CASES = ((32, "static"), (32, "dynamic"), (8, "dynamic"))
+QUICK_CASES = ((2, "static"), (2, "dynamic"))
 BATCH = 16
 COLUMNS = ("what", "median_s", "samples_s", "build_and_eager_s")
 
@@ -42,8 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             report_to_parent(measure(args))
         return 0
     results = Results("compile_time", torch.device(args.device), args.output)
-    for layers in QUICK_DEPTHS if args.quick else DEPTHS:
-        compare(layers, args, results)
+    for layers, trace in QUICK_CASES if args.quick else CASES:
+        if not args.depths or layers in args.depths:
+            compare(layers, trace, args, results)
     say(results.summary())
     return 0
 
@@ -54,10 +57,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="a tiny model, one sample")
     parser.add_argument("--samples", type=int, help="processes per way at 32 layers")
+    parser.add_argument("--depths", type=int, nargs="+", help="only these numbers of layers")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--timeout", type=float, default=240, help="seconds for each process")
     parser.add_argument("--child", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--trace", choices=TRACES, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.samples = args.samples or (1 if args.quick else 2)
     folder = Path(tempfile.mkdtemp(prefix="benchmarks-")) if args.quick else RESULTS
@@ -65,29 +70,29 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def compare(layers: int, args: argparse.Namespace, results: Results) -> None:
-    """Both ways at one depth, in turns; only the depth of the bar is sampled repeatedly."""
+def compare(layers: int, trace: str, args: argparse.Namespace, results: Results) -> None:
+    """Both ways, in turns; only the depth of the bar is sampled repeatedly."""
+    case = f"{layers} layers, {trace}"
     samples: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
-    for _ in range(args.samples if layers == DEPTHS[0] else 1):
+    for _ in range(args.samples if layers == BAR_DEPTH else 1):
         for way in WAYS:
-            samples[way].append(_run(way, layers, args))
-            say(f"{way}, {layers} layers: {samples[way][-1]}")
-    rows = [_row(f"{way}, {layers} layers", found) for way, found in samples.items()]
-    results.add(*({"layers": layers, **row} for row in rows))
+            samples[way].append(_run(way, layers, trace, args))
+            say(f"{way}, {case}: {samples[way][-1]}")
+    rows = [_row(f"{way}, {case}", found) for way, found in samples.items()]
+    results.add(*({"layers": layers, "trace": trace, **row} for row in rows))
     print_table(rows, COLUMNS)
     ours, default = rows
     if "skipped" in ours or "skipped" in default:
         return
     ratio = ours["median_s"] / default["median_s"]
-    say(f"  {layers} layers: ours / torch.compile = {ratio:.3f}")
-    if layers == DEPTHS[0]:
-        name = f"first call, {layers} layers: ours / torch.compile"
-        results.bar(name, ratio, 0.3)
+    say(f"  {case}: ours / torch.compile = {ratio:.3f}")
+    if layers == BAR_DEPTH:
+        results.bar(f"first call, {case}: ours / torch.compile", ratio, 0.3)
 
 
-def _run(way: str, layers: int, args: argparse.Namespace) -> dict[str, Any]:
+def _run(way: str, layers: int, trace: str, args: argparse.Namespace) -> dict[str, Any]:
     """One sample, with caches that nobody has used."""
-    given = ["--child", way, "--layers", str(layers), "--device", args.device]
+    given = ["--child", way, "--layers", str(layers), "--trace", trace, "--device", args.device]
     given += ["--quick"] if args.quick else []
     with tempfile.TemporaryDirectory(prefix="benchmarks-cache-") as folder:
         env = {
@@ -124,9 +129,8 @@ def measure(args: argparse.Namespace) -> Row:
     workload.model(*inputs)
     synchronize(device)
     eager_seconds = time.perf_counter() - started
-    if args.child == "piecewise":
-        for rows in inputs:
-            torch._dynamo.mark_dynamic(rows, 0)
+    for rows in inputs if args.trace == "dynamic" else ():
+        torch._dynamo.mark_dynamic(rows, 0)
     backend = piecewise if args.child == "piecewise" else "inductor"
     started = time.perf_counter()
     compiled = torch.compile(workload.model, backend=backend, fullgraph=True)

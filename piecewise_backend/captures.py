@@ -33,6 +33,11 @@ from piecewise_backend.static_inputs import StaticInputs
 # A small tensor that moves again and again is a new argument by another name: copy it.
 _MAX_COPIED_BYTES = 16 * 2**20
 
+OF_ANOTHER_INSTANCE = (
+    "the call is of another instance of the model, or of one whose weights or caches were replaced"
+)
+"""Why captures that exist do not serve a call of a sealed model."""
+
 
 class Captures:
     """Captures sizes on demand into one pool, over one set of static buffers.

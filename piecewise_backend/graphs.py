@@ -7,6 +7,13 @@ Knows nothing of pieces, sizes or models.
 All captures of one pool share memory: what an earlier capture no longer keeps alive may be
 overwritten by a later one. So whoever captures keeps outputs (strongly) until their last
 reader is captured, then drops them and goes on with `_torch.weak_view`s.
+
+Note [Workspaces]
+A matrix product may need scratch memory. torch allocates it once per thread and stream, and a
+process-wide table keeps it; a graph records its address. `mode="reduce-overhead"` of
+torch.compile empties that table, as anybody may: the memory would be freed under our graphs.
+So it lies in a pool of its own that is never given back, and a stream for captures is lent out
+together with it. There are as many as pools were ever alive at once.
 """
 
 from __future__ import annotations
@@ -16,8 +23,9 @@ import dataclasses
 import gc
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -58,24 +66,65 @@ class GraphPool(Protocol):
         ...
 
 
+class CaptureStream:
+    """A stream to record on, and the workspace of its matrix products. See Note [Workspaces]."""
+
+    _unused: ClassVar[dict[torch.device, list[CaptureStream]]] = {}
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pool = torch.cuda.graph_pool_handle()
+        for _ in range(_NUM_STREAMS):
+            self.stream = torch.cuda.Stream(device)
+            before = torch.cuda.memory_allocated(device)
+            with torch.cuda.device(device), torch.cuda.stream(self.stream):
+                self._keeper = self.claim_workspace()
+            # Streams are handed out in turns: one that already has a workspace is in use.
+            if torch.cuda.memory_allocated(device) > before:
+                break
+
+    def claim_workspace(self) -> torch.cuda.CUDAGraph:
+        """Have the workspace for this thread and the current stream allocated in our pool.
+
+        Returns:
+            A graph of nothing; while it lives the memory stays.
+        """
+        return _torch.record_nothing(self.pool, torch.cuda.current_blas_handle)
+
+    @classmethod
+    def lend_to(cls, borrower: object, device: torch.device) -> CaptureStream:
+        """A stream that nobody else has until `borrower` is gone."""
+        unused = cls._unused.setdefault(device, [])
+        lent = unused.pop() if unused else cls(device)
+        weakref.finalize(borrower, unused.append, lent).atexit = False
+        return lent
+
+
+_NUM_STREAMS = 32  # that torch hands out in turns
+
+
 class CudaGraphPool:
     """CUDA graphs on one device, in one pool, recorded on one stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.pool = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream(device)
+        torch.cuda.current_blas_handle()  # cannot be made while recording
+        self._lent = CaptureStream.lend_to(self, device)
 
     @contextlib.contextmanager
     def side_stream(self) -> Iterator[None]:
+        stream = self._lent.stream
         with torch.cuda.device(self.device):
             outside = torch.cuda.current_stream(self.device)
-            self.stream.wait_stream(outside)
+            torch.cuda.current_blas_handle()  # of this thread; cannot be made while recording
+            stream.wait_stream(outside)
             try:
-                with torch.cuda.stream(self.stream):
+                with torch.cuda.stream(stream):
+                    self._lent.claim_workspace()
                     yield
             finally:
-                outside.wait_stream(self.stream)
+                outside.wait_stream(stream)
 
     def capture(self, function: Callable[..., Outputs], inputs: Sequence[Any]) -> CapturedGraph:
         graph = torch.cuda.CUDAGraph()

@@ -21,7 +21,7 @@ import torch
 from piecewise_backend import _torch
 from piecewise_backend.batch import FallbackReason
 from piecewise_backend.capture import CapturedSize
-from piecewise_backend.captures import Captures
+from piecewise_backend.captures import OF_ANOTHER_INSTANCE, Captures
 from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.compiler import Call
 from piecewise_backend.config import Config
@@ -192,7 +192,8 @@ class Runtime:
         """Run without graphs; capture afterwards if it is time to."""
         is_warming_up = self._session.is_capturing
         if self._session.is_sealed:
-            return self._fall_back(args, sizes, FallbackReason.NOT_CAPTURED)
+            detail = OF_ANOTHER_INSTANCE if self._parked else ""
+            return self._fall_back(args, sizes, FallbackReason.NOT_CAPTURED, detail)
         if not is_warming_up and not self._session.is_tracing:
             self.statistics.count(FallbackReason.NOT_CAPTURED)
         result = self._run_dynamic(args, sizes)

@@ -761,6 +761,18 @@ def test_rebound_weights_of_a_sealed_model() -> None:
     assert num_replays(pw.report(compiled)) == before + 1
 
 
+def test_replaced_weights_of_a_sealed_model() -> None:
+    """The old ones are still somebody's, so it might be another instance: the warning says both."""
+    model = Decoder()
+    compiled = warmed(model)
+    kept = [layer.weight for layer in model.out]
+    for layer in model.out:
+        layer.weight = nn.Parameter(layer.weight * 2, requires_grad=False)
+    with pytest.warns(RuntimeWarning, match="whose weights or caches were replaced"):
+        same(compiled(rows(5)), model(rows(5)), "replaced")
+    assert len(kept) == 2
+
+
 def test_rebound_buffer_that_only_the_split_op_reads() -> None:
     """It is read where it is at every call: no capture depends on it."""
 

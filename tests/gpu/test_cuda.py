@@ -434,6 +434,49 @@ def test_a_piece_that_computes_nothing_is_no_error() -> None:
     assert not fallbacks(pw.report(compiled))
 
 
+# Memory that is not ours
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_workspaces_that_somebody_clears(compiler: str) -> None:
+    """`mode="reduce-overhead"` of another model does so; matrix products scratch there."""
+    width = 1024
+    model = Decoder(3, width).cuda().bfloat16()
+    compiled = warmed_wide(model, compiler, width)
+    inputs = [rows(n, width, dtype=torch.bfloat16) for n in (1, 3, 8, 16)]
+    before = [compiled(x) for x in inputs]
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    others = [torch.full((MIB,), torch.nan, device="cuda") for _ in range(64)]
+    for x, expected in zip(inputs, before, strict=True):
+        for _ in range(3):
+            assert torch.equal(compiled(x), expected)
+    assert all(other.isnan().all() for other in others)
+    assert not fallbacks(pw.report(compiled))
+
+
+def warmed_wide(model: nn.Module, compiler: str, width: int) -> Any:
+    """Warmed up with bfloat16 rows."""
+    compiled = compile(model, compiler)
+    pw.warmup(compiled, lambda d: (rows(d.num_tokens, width, dtype=torch.bfloat16),))
+    return compiled
+
+
+def test_beside_reduce_overhead() -> None:
+    width = 512
+    model, other = Decoder(2, width).cuda().bfloat16(), Decoder(2, width, seed=1).cuda().bfloat16()
+    compiled = warmed_wide(model, "eager", width)
+    x = rows(8, width, dtype=torch.bfloat16)
+    expected = compiled(x)
+    theirs = torch.compile(other, mode="reduce-overhead", dynamic=False)
+    for _ in range(4):
+        near(theirs(x), other(x), "the other model", rtol=0.05, atol=0.05)
+    torch.cuda.empty_cache()
+    for _ in range(3):
+        assert torch.equal(compiled(x), expected)
+
+
 # Streams and threads
 
 
