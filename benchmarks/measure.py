@@ -194,12 +194,14 @@ def device_name(device: torch.device) -> str:
 
 
 def commit() -> str:
-    """The commit that is checked out, else what BENCH_COMMIT says."""
+    """What BENCH_COMMIT says (the tree may be a copy of another checkout), else git's HEAD."""
+    if given := os.environ.get("BENCH_COMMIT"):
+        return given
     git = ["git", "-C", str(REPOSITORY), "rev-parse", "HEAD"]
     try:
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("BENCH_COMMIT", "unknown")
+        return "unknown"
 
 
 def say(text: str) -> None:

@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import random
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -470,8 +471,10 @@ def test_beside_reduce_overhead() -> None:
     x = rows(8, width, dtype=torch.bfloat16)
     expected = compiled(x)
     theirs = torch.compile(other, mode="reduce-overhead", dynamic=False)
-    for _ in range(4):
-        near(theirs(x), other(x), "the other model", rtol=0.05, atol=0.05)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of its own empty graph
+        for _ in range(4):
+            near(theirs(x), other(x), "the other model", rtol=0.05, atol=0.05)
     torch.cuda.empty_cache()
     for _ in range(3):
         assert torch.equal(compiled(x), expected)
