@@ -3,7 +3,7 @@
 `torch.compile(model, backend="piecewise")` needs no import of this package.
 """
 
-from piecewise_backend.api import report, seal, static_inputs, warmup
+from piecewise_backend.api import rebind, report, seal, static_inputs, warmup
 from piecewise_backend.batch import BatchDescriptor, CUDAGraphMode, default_capture_sizes
 from piecewise_backend.config import Config
 from piecewise_backend.counters import CompilationCounter, compilation_counter
@@ -15,6 +15,7 @@ from piecewise_backend.errors import (
     PiecewiseError,
     SplitError,
 )
+from piecewise_backend.guard_free import Compiled, compile
 from piecewise_backend.registry import register_splitting_op
 from piecewise_backend.report import Report
 from piecewise_backend.splitting import split_graph
@@ -24,6 +25,7 @@ __all__ = [
     "CUDAGraphMode",
     "CaptureError",
     "CompilationCounter",
+    "Compiled",
     "Config",
     "ConfigError",
     "ContractError",
@@ -32,7 +34,9 @@ __all__ = [
     "Report",
     "SplitError",
     "compilation_counter",
+    "compile",
     "default_capture_sizes",
+    "rebind",
     "register_splitting_op",
     "report",
     "seal",

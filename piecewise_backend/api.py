@@ -17,6 +17,7 @@ from piecewise_backend.batch import BatchDescriptor
 from piecewise_backend.config import Config
 from piecewise_backend.errors import ContractError
 from piecewise_backend.graphs import collector_paused
+from piecewise_backend.past_dynamo import send_past_dynamo
 from piecewise_backend.report import Report, report_session
 from piecewise_backend.session import Session
 
@@ -56,21 +57,45 @@ def warmup(compiled: Callable[..., Any], make_inputs: MakeInputs, *, seal: bool 
             if not session.has_captured(size):
                 args, kwargs = _inputs(make_inputs, size)
                 compiled(*args, **kwargs)
+    for each in (Session.of(scope), session):
+        each.make_inputs = make_inputs
     if seal:
-        Session.of(scope).seal()
-        session.seal()
-    return report_session(session)
+        _seal(compiled)
+    return report(compiled)
 
 
 def seal(compiled: Callable[..., Any]) -> None:
-    """From now on nothing compiles or captures: such a call raises, or falls back by reason."""
-    Session.of(_scope(compiled)).seal()
-    _session(compiled).seal()
+    """From now on nothing compiles or captures: such a call raises, or falls back by reason.
+
+    Guards have nothing left to do then: where `torch.compile` returned a module, calls go past
+    them, under the contract of `pw.compile` (the report says why not, if they do not).
+    """
+    _seal(compiled)
+
+
+def rebind(compiled: Callable[..., Any]) -> Report:
+    """Accept that weights, buffers or caches were replaced: capture every size anew.
+
+    Raises:
+        ContractError: there was no warm-up whose inputs could be used again.
+    """
+    session = _session(compiled)
+    if session.make_inputs is None:
+        raise ContractError("nothing was warmed up; call warmup(make_inputs), which captures anew")
+    return warmup(compiled, session.make_inputs, seal=session.is_sealed)
+
+
+def _seal(compiled: Callable[..., Any]) -> None:
+    own, serving = Session.of(_scope(compiled)), _session(compiled)
+    own.seal()
+    serving.seal()
+    if _traced(compiled) is compiled:
+        send_past_dynamo(compiled, own, serving)
 
 
 def report(compiled: Callable[..., Any]) -> Report:
     """What was compiled, captured, replayed, and every fallback with its reason."""
-    return report_session(_session(compiled))
+    return report_session(_session(compiled), Session.of(_scope(compiled)).guards_kept)
 
 
 def _trace(compiled: Callable[..., Any], make_inputs: MakeInputs, sizes: list[int]) -> Session:
@@ -97,7 +122,7 @@ def _session(compiled: Callable[..., Any]) -> Session:
     scope = _scope(compiled)
     sessions = [Session.of(scope)]
     if not sessions[0].runtimes:
-        sessions += map(Session.of, _torch.scopes_with_traces(compiled, scope))
+        sessions += map(Session.of, _torch.scopes_with_traces(_traced(compiled), scope))
     return next((session for session in sessions if session.runtimes), sessions[0])
 
 
@@ -118,8 +143,15 @@ def static_inputs(compiled: Callable[..., Any], num_tokens: int) -> dict[str, to
     raise ContractError(f"no graphs serve {num_tokens} tokens; warm up with a size that does")
 
 
+def _traced(compiled: object) -> object:
+    """What `torch.compile` returned, also from inside of what `pw.compile` did."""
+    inner = getattr(type(compiled), "piecewise", None)  # an instance of a compiled class
+    compiled = compiled.piecewise if isinstance(inner, property) else compiled  # type: ignore[attr-defined]
+    return getattr(compiled, "__dict__", {}).get("traced", compiled)
+
+
 def _scope(compiled: object) -> _torch.CompileScope:
-    scope = _torch.scope_of(compiled)
+    scope = _torch.scope_of(_traced(compiled))
     if scope is None:
         raise ContractError(
             f"{type(compiled).__name__} is not compiled; pass what torch.compile(..., "

@@ -20,6 +20,7 @@ from piecewise_backend.config import Config
 from piecewise_backend.counters import CompilationCounter, compilation_counter
 from piecewise_backend.dump import GraphDump
 from piecewise_backend.errors import ConfigError, ContractError
+from piecewise_backend.past_dynamo import send_past_dynamo
 from piecewise_backend.registry import SplitOps
 from piecewise_backend.runtime import Runtime
 from piecewise_backend.session import Session
@@ -49,6 +50,8 @@ def piecewise(
         ContractError: gradients are required, or the model is sealed.
     """
     config = Config.from_options(options, mode)
+    if config.level < 2:
+        return gm.forward
     session = Session.of(_torch.calling_scope())
     _refuse_sealed(session, gm)
     _refuse_gradients(gm, example_inputs)
@@ -71,7 +74,19 @@ def piecewise(
     )
     runtime = Runtime(compiled, config, session, counters, dump, example_inputs)
     session.add(runtime)
+    module = _torch.calling_module() if config.skip_guards else None
+
+    def on_rewritten(rewritten: _torch.Rewritten) -> None:
+        runtime.on_rewritten(rewritten)
+        if module is not None:
+            send_past_dynamo(module, session, session)
+
+    _torch.when_rewritten(on_rewritten)
     return runtime.call
+
+
+# Dynamo calls it from `torch._dynamo.reset()`.
+piecewise.reset = Session.reset_all  # type: ignore[attr-defined]
 
 
 def _make_compiler(config: Config, counters: CompilationCounter) -> PieceCompiler:

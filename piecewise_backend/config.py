@@ -19,11 +19,14 @@ from piecewise_backend.batch import CUDAGraphMode, default_capture_sizes
 from piecewise_backend.errors import ConfigError
 
 _ENV_PREFIX = "PIECEWISE_"
-_CHOICES: dict[str, tuple[str | None, ...]] = {
+_CHOICES: dict[str, tuple[object, ...]] = {
     "compiler": ("inductor", "eager"),
     "graph_impl": ("cuda", "emulated", None),
     "outputs": ("fresh", "static"),
     "on_fallback": ("warn", "raise"),
+    "level": (0, 1, 2, 3),
+    "skip_guards": (False, True),
+    "check_guards": (False, True),
 }
 # The grid when the user names no sizes: up to 256 sequences, as serving engines default to.
 _DEFAULT_MAX_NUM_SEQS = 256
@@ -74,7 +77,20 @@ class Config:
     """A batch is not padded to more than this many times its tokens (sizes up to 64 always are)."""
 
     dump_dir: Path | None = None
-    """Where `computation_graph.py` and the plans are written; None writes nothing."""
+    """Where `computation_graph.py`, the plans and `transformed_code.py` are written; None
+    writes nothing."""
+
+    level: int = 3
+    """0: no compilation (`pw.compile` only). 1: graphs run as Dynamo traced them, guards kept.
+    2: the same, traced once and called without guards. 3: everything."""
+
+    skip_guards: bool = False
+    """Call a module that `torch.compile` compiled without guards from the first call on, under
+    the contract that sealed models and `pw.compile` are under."""
+
+    check_guards: bool = False
+    """On every call evaluate the guards that were dropped; a violation is a ContractError. For
+    tests and first deployments: it costs more than the guards."""
 
     @classmethod
     def from_options(
@@ -106,6 +122,8 @@ class Config:
                 f"max_cudagraph_capture_size={limit} leaves none of the sizes {list(sizes)}; "
                 "raise it, or set cudagraph_mode='none' to run without graphs"
             )
+        if values.get("level", 3) < 3:
+            values |= {"compiler": "eager", "cudagraph_mode": CUDAGraphMode.NONE}
         return cls(**(values | {"cudagraph_capture_sizes": kept}))
 
 
@@ -136,12 +154,14 @@ def _parse(name: str, text: str, variable: str) -> Any:
             return [int(part) for part in text.split(",")]
         if name == "splitting_ops":
             return text.split(",")
-        if name in _INTEGERS:
+        if name in _INTEGERS or name == "level":
             return int(text)
         if name == "max_padding_factor":
             return float(text)
     except ValueError:
         raise ConfigError(f"{variable}={text!r} is not a number, or numbers with commas") from None
+    if _CHOICES.get(name) == (False, True):
+        return _SWITCHES.get(text.lower(), text)
     if name == "inductor_compile_config":
         raise ConfigError(f"{variable} cannot be set by environment; pass it in options=")
     return text
@@ -163,13 +183,14 @@ def _from_mode(mode: str | None) -> dict[str, Any]:
     return values
 
 
+_SWITCHES = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 _INTEGERS = {"max_cudagraph_capture_size": 1, "cudagraph_num_of_warmups": 0, "capture_after": 0}
 
 
 def _checked(name: str, value: Any) -> Any:
     """The value in the form that `Config` keeps, or a ConfigError naming it."""
     if name in _CHOICES:
-        if value not in _CHOICES[name]:
+        if not any(value == choice and type(value) is type(choice) for choice in _CHOICES[name]):
             raise ConfigError(f"{name}={value!r}; use one of {list(_CHOICES[name])}")
         return value
     if name in _INTEGERS:

@@ -1,15 +1,17 @@
 """Write what the backend made, as files that a person can read and Python can import.
 
 In:  a split graph, and the sources of plans.
-Out: `<dump_dir>/graph_<n>/computation_graph.py` and `plan_*.py`.
+Out: `<dump_dir>/graph_<n>/computation_graph.py`, `plan_*.py` and `transformed_code.py`.
 """
 
 from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import CodeType
 
 from piecewise_backend.canonical import Instance
+from piecewise_backend.decompiled import decompiled
 from piecewise_backend.errors import ConfigError
 from piecewise_backend.render import render_split_graph
 from piecewise_backend.steps import SplitGraph
@@ -29,6 +31,11 @@ class GraphDump:
         """Write `computation_graph.py`."""
         if self.directory is not None:
             self._write("computation_graph.py", render_split_graph(split, instances))
+
+    def write_transformed(self, code: CodeType) -> None:
+        """Write what Dynamo made of the user's function."""
+        if self.directory is not None:
+            self._write("transformed_code.py", decompiled(code))
 
     def write(self, name: str, source: str) -> None:
         """Write the source of a plan."""

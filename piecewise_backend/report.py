@@ -56,16 +56,19 @@ class Report:
 
     graphs: tuple[GraphReport, ...]
     is_sealed: bool
+    guards_kept: str
+    """Why calls go through Dynamo's guards; empty if they do not."""
 
     def __str__(self) -> str:
         state = "sealed" if self.is_sealed else "not sealed"
-        head = f"piecewise: {len(self.graphs)} graph(s), {state}"
+        guards = f"guards kept ({self.guards_kept})" if self.guards_kept else "no guards"
+        head = f"piecewise: {len(self.graphs)} graph(s), {state}, {guards}"
         return "\n\n".join([head, *map(str, self.graphs)])
 
 
-def report_session(session: Session) -> Report:
+def report_session(session: Session, guards_kept: str) -> Report:
     """The state of a compiled model at this moment."""
-    return Report(tuple(map(_report_runtime, session.runtimes)), session.is_sealed)
+    return Report(tuple(map(_report_runtime, session.runtimes)), session.is_sealed, guards_kept)
 
 
 def _report_runtime(runtime: Runtime) -> GraphReport:

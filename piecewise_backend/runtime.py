@@ -3,22 +3,19 @@
 In:  a `CompiledGraph` and options.
 Out: `Runtime.call`, which Dynamo calls with the graph's arguments.
 
-The hot path is `call`: one look-up by sizes, then the plan. Everything else - a size that was
-not seen yet, capturing, falling back, another thread or stream - leaves it for a slow path.
+The hot path is `_make_run`: one look-up by sizes, then the plan. All else leaves it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
-import threading
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from piecewise_backend import _torch
+from piecewise_backend.assumptions import Arguments, Assumptions, refuse_assignments
 from piecewise_backend.batch import FallbackReason
 from piecewise_backend.capture import CapturedSize
 from piecewise_backend.captures import OF_ANOTHER_INSTANCE, Captures
@@ -28,20 +25,19 @@ from piecewise_backend.config import Config
 from piecewise_backend.counters import CompilationCounter
 from piecewise_backend.dispatch import STATIC_SIZE, Dispatcher
 from piecewise_backend.dump import GraphDump
-from piecewise_backend.errors import CaptureError, ContractError
+from piecewise_backend.errors import CaptureError
+from piecewise_backend.fallbacks import Fallbacks
 from piecewise_backend.plan import dynamic_plan
 from piecewise_backend.plan_writer import InputMoved, InputsOverlap
 from piecewise_backend.session import Session
 from piecewise_backend.sizes import SizeFunction, Sizes
 from piecewise_backend.statistics import Statistics
+from piecewise_backend.turns import Turns
 
-log = logging.getLogger(__name__)
-
-Args = tuple[Any, ...]
+Args = Sequence[Any]
 
 _MAX_PREPARED = 4096  # token counts, times sizes that only split ops see, whose views are kept
 _MAX_INSTANCES = 64  # models of one class that are served in turn without capturing again
-_NEVER_REPORTED = {FallbackReason.DISABLED, FallbackReason.NO_GRAPHS_ON_DEVICE}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,71 +74,70 @@ class Runtime:
             graph.token_dim, config, self.captures.is_possible, static_num_tokens
         )
         self._parked: list[Captures] = []
-        self._warned: set[FallbackReason] = set()
-        self._lock = threading.Lock()
-        self._owner = 0
+        self._fallbacks = Fallbacks(self.statistics, config.on_fallback)
+        self._turns = Turns(graph.device)
+        self._key_of = graph.token_dim.key_function()
+        self.rewritten: _torch.Rewritten | None = None
+        """What Dynamo made of the function; None until it is done with it."""
+        self._assumptions = Assumptions(graph.token_dim)
         plan, exprs = dynamic_plan(graph.split, graph.instances, graph.device)
         self._dynamic = plan.function
         self._dynamic_numbers = SizeFunction(graph.split.symbols, exprs)
         self._dynamic_bindings: dict[Sizes, DynamicBinding] = {}
         dump.write("plan_dynamic.py", plan.source)
+        self._run = self._make_run()
         self.call = self._make_call()
 
     def _make_call(self) -> Callable[..., Any]:
-        """The function that Dynamo's code calls."""
-        lock, slow = self._lock, self._slow
-        key_of = self.graph.token_dim.key_function()
-        on_stream = self._stream_check()
-        statistics = self.statistics
+        """The function that Dynamo's code calls, with the graph's arguments."""
+        enter, leave, run = self._turns.enter, self._turns.leave, self._run
 
         def call(*args: Any) -> Any:
-            if not lock.acquire(blocking=False) and not self._wait_for_turn():
+            if not enter():
                 return self._nested(args)
             try:
-                self._owner = threading.get_ident()
-                if on_stream is not None:
-                    on_stream()
-                ready = self.captures.prepared.get(key_of(args))
-                if ready is None:
-                    return slow(args)
-                plan, rows = ready
-                try:
-                    result = plan(list(args), rows)
-                except InputMoved:
-                    return self._recover_from_move(args)
-                except InputsOverlap:
-                    return self._refuse_overlap(args)
-                statistics.num_replays += 1
-                return result
+                return run(list(args))
             finally:
-                self._owner = 0
-                lock.release()
+                leave()
 
         return call
 
-    def _stream_check(self) -> Callable[[], None] | None:
-        """On CUDA: a call on another stream than the one before must wait for that one."""
-        if self.graph.device.type != "cuda":
-            return None
-        device, index = self.graph.device, self.graph.device.index or 0
-        last, earlier = _torch.raw_stream(index), torch.cuda.current_stream(device)
+    def call_of_instance(self, arguments: Arguments) -> Callable[..., Any]:
+        """The function that code without guards calls, with the parameters of the model."""
+        enter, leave, run = self._turns.enter, self._turns.leave, self._run
+        collect, kept, varying = arguments.collect, arguments.values, arguments.varying
 
-        def check() -> None:
-            nonlocal last, earlier
-            current = _torch.raw_stream(index)
-            if current != last:
-                stream = torch.cuda.current_stream(device)
-                stream.wait_stream(earlier)
-                last, earlier = current, stream
+        def call(*given: Any) -> Any:
+            if not enter():
+                return self._nested(collect(kept.copy(), *given))
+            try:
+                return run(collect(kept, *given))
+            finally:
+                for position in varying:  # the caller's tensors are not ours to keep
+                    kept[position] = None
+                leave()
 
-        return check
+        return call
 
-    def _wait_for_turn(self) -> bool:
-        """Wait for the thread that is in a call; False if that is this thread itself."""
-        if self._owner == threading.get_ident():
-            return False
-        self._lock.acquire()
-        return True
+    def _make_run(self) -> Callable[[list[Any]], Any]:
+        """Serve one call whose turn it is; the hot path."""
+        key_of, statistics, slow = self._key_of, self.statistics, self._slow
+
+        def run(args: list[Any]) -> Any:
+            ready = self.captures.prepared.get(key_of(args))
+            if ready is None:
+                return slow(args)
+            plan, rows = ready
+            try:
+                result = plan(args, rows)
+            except InputMoved:
+                return self._recover_from_move(args)
+            except InputsOverlap:
+                return self._refuse_overlap(args)
+            statistics.num_replays += 1
+            return result
+
+        return run
 
     def _nested(self, args: Args) -> Any:
         """The model was called by one of its own split ops: the buffers are in use."""
@@ -170,6 +165,7 @@ class Runtime:
 
     def _prepare(self, captured: CapturedSize, sizes: Sizes, args: Args) -> Any:
         """First batch with these sizes: make its views, keep them, and run."""
+        self._assumptions.require(sizes)
         prepared = self.captures.prepared
         if len(prepared) >= _MAX_PREPARED:
             prepared.clear()
@@ -179,7 +175,7 @@ class Runtime:
                 detail = "the token dimension of what a split op is given is not the first"
                 return self._fall_back(args, sizes, FallbackReason.PADDING_UNSAFE, detail)
         try:
-            result = captured.plan.function(list(args), rows)
+            result = captured.plan.function(args, rows)
         except InputMoved:
             return self._recover_from_move(args)
         except InputsOverlap:
@@ -210,17 +206,7 @@ class Runtime:
         return self._run_dynamic(args, sizes)
 
     def _report_fallback(self, reason: FallbackReason, sizes: Sizes, detail: str = "") -> None:
-        self.statistics.count(reason)
-        if reason in _NEVER_REPORTED:
-            return
-        detail = detail or self.dispatcher.detail(reason, sizes)
-        message = f"piecewise: batch {sizes} runs without graphs: {reason.value}"
-        message += f" ({detail})" if detail else ""
-        if self.config.on_fallback == "raise":
-            raise ContractError(f"{message}; on_fallback='raise' makes this an error")
-        if reason not in self._warned:
-            self._warned.add(reason)
-            warnings.warn(message, RuntimeWarning, stacklevel=4)
+        self._fallbacks.report(reason, sizes, detail or self.dispatcher.detail(reason, sizes))
 
     def _run_dynamic(self, args: Args, sizes: Sizes) -> Any:
         binding = self._dynamic_bindings.get(sizes)
@@ -234,6 +220,7 @@ class Runtime:
         return self._dynamic(args, binding.numbers, binding.calls)
 
     def _bind_dynamic(self, sizes: Sizes) -> DynamicBinding:
+        self._assumptions.require(sizes)
         choices = self.graph.choices_at(sizes)
         violation = next((c.violation for c in choices if c.violation is not None), None)
         calls = tuple(choice.call for choice in choices)
@@ -270,7 +257,19 @@ class Runtime:
             return
         self.counters.add(num_cudagraph_captured=captured.num_graphs)
         self._dump.write(f"plan_{size or 'static'}.py", captured.plan.source)
-        log.debug("captured size %d: %d graphs", size, captured.num_graphs)
+
+    def on_rewritten(self, rewritten: _torch.Rewritten) -> None:
+        """Dynamo has written the code that calls this graph.
+
+        Raises:
+            ContractError: the code cannot run without guards, and is to.
+        """
+        if rewritten.code is not None:
+            self._dump.write_transformed(rewritten.code)
+        if self.config.skip_guards:
+            refuse_assignments(rewritten)
+        self.rewritten = rewritten
+        self._assumptions = Assumptions(self.graph.token_dim, rewritten)
 
     def static_inputs(self, num_tokens: int) -> dict[str, torch.Tensor]:
         """The buffers that graphs for so many tokens read; empty if there are no such graphs."""

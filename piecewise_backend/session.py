@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from piecewise_backend._torch import CompileScope
 
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from piecewise_backend.runtime import Runtime
 
 _ATTRIBUTE = "_piecewise_session"
+UNTIL_SEALED = "until sealed"
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+"""Of all models, for `torch._dynamo.reset()`, which says no more than that it was called."""
 
 
 class Session:
@@ -29,7 +32,18 @@ class Session:
         """Warm-up runs the model to have it traced and compiled: captures wait."""
         self.is_capturing = False
         """Warm-up runs the model to have the size of the call captured."""
+        self.make_inputs: Any = None
+        """What the last warm-up made its inputs with."""
+        self.guards_kept = UNTIL_SEALED
+        """Why calls go through Dynamo's guards; empty if they do not."""
+        self.on_seal: list[Callable[[], None]] = []
+        """Called once, when nothing may compile any more."""
+        self.on_unseal: list[Callable[[], None]] = []
+        """Called once, when something may compile again."""
+        self.on_reset: list[Callable[[], None]] = []
+        """Called once, when Dynamo forgets what it traced."""
         self._runtimes: list[weakref.ref[Runtime]] = []
+        _sessions.add(self)
 
     @classmethod
     def of(cls, scope: CompileScope | None) -> Session:
@@ -67,14 +81,24 @@ class Session:
     def seal(self) -> None:
         """Freeze: from now on nothing compiles or captures."""
         self.is_sealed = True
+        _call_once(self.on_seal)
         for runtime in self.runtimes:
             runtime.seal()
 
     def unseal(self) -> None:
         """Allow compiling and capturing again."""
         self.is_sealed = False
+        _call_once(self.on_unseal)
         for runtime in self.runtimes:
             runtime.unseal()
+
+    @staticmethod
+    def reset_all() -> None:
+        """Dynamo has forgotten what it traced, of every model."""
+        for session in list(_sessions):
+            _call_once(session.on_unseal)
+            _call_once(session.on_reset)
+            session._runtimes.clear()
 
     @contextlib.contextmanager
     def phase(self, *, tracing: bool = False, capturing: bool = False) -> Iterator[None]:
@@ -84,3 +108,8 @@ class Session:
             yield
         finally:
             self.is_tracing = self.is_capturing = False
+
+
+def _call_once(functions: list[Callable[[], None]]) -> None:
+    while functions:
+        functions.pop()()

@@ -41,7 +41,7 @@ class StaticInputs:
             copied: positions of inputs to copy though they are static.
         """
         read = {name for piece in graph.split.pieces for name in reads(piece)}
-        written = _written_inputs(graph)
+        written = written_inputs(graph)
         staged, bound, storages = [], [], {}
         for position, item in enumerate(graph.split.inputs):
             if item.name not in read or not isinstance(item.example, torch.Tensor):
@@ -86,7 +86,8 @@ class StaticInputs:
         return values
 
 
-def _written_inputs(graph: CompiledGraph) -> set[str]:
+def written_inputs(graph: CompiledGraph) -> set[str]:
+    """The graph inputs that pieces write in place."""
     written = set()
     for instance in graph.instances:
         for position in graph.facts[instance.distinct.index].mutated:

@@ -31,6 +31,7 @@ def test_files_of_a_warmed_up_model(tmp_path: Path) -> None:
         "graph_0/plan_2.py",
         "graph_0/plan_4.py",
         "graph_0/plan_dynamic.py",
+        "graph_0/transformed_code.py",
     ]
     for path in tmp_path.rglob("*.py"):
         compiled = ast.parse(path.read_text())
@@ -116,7 +117,7 @@ def test_arguments_of_every_kind_are_valid_python(tmp_path: Path) -> None:
     ops = ["pwtest::many", "pwtest::pair"]
     compiled = compile(model, dump_dir=tmp_path, splitting_ops=ops, cudagraph_capture_sizes=[4])
     pw.warmup(compiled, of_rows())
-    assert len(names_in(tmp_path)) == 3
+    assert len(names_in(tmp_path)) == 4
     for path in tmp_path.rglob("*.py"):
         ast.parse(path.read_text())
     assert compiled(rows(3))["n"] == 6

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import fx
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
-from torch._dynamo.exc import ShortenTraceback
+from torch._dynamo.exc import ShortenTraceback, Unsupported, UserError
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+
+GUARDED = "_piecewise_guarded"
+"""Where a function that stands in for a compiled one keeps it."""
+
+TRACE_ERRORS: tuple[type[Exception], ...] = (Unsupported, UserError, ConstraintViolationError)
+"""What Dynamo raises for code that it cannot trace as asked."""
 
 
 class UnwrappedByDynamo(ShortenTraceback):
@@ -35,13 +43,8 @@ def calling_scope() -> CompileScope | None:
     Dynamo passes a backend no handle of it; its wrapper is one of our callers. None when the
     backend was called directly. Ends when the backend protocol carries a compile id.
     """
-    frame = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, torch._TorchCompileWrapper):
-            return owner
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
+    wrapper = torch._TorchCompileWrapper.__call__
+    return next((owner for owner in _callers_of(wrapper)), None)
 
 
 def scope_of(compiled: object) -> CompileScope | None:
@@ -54,6 +57,7 @@ def scope_of(compiled: object) -> CompileScope | None:
         contexts: list[object] = [compiled.dynamo_ctx]
     else:
         function = getattr(compiled, "_compiled_call_impl", None) or compiled
+        function = getattr(function, GUARDED, function)
         contexts = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     for context in contexts:
         callback = getattr(context, "callback", None)
@@ -80,6 +84,35 @@ def scopes_with_traces(compiled: object, scope: CompileScope) -> list[CompileSco
     entries = _debug_get_cache_entry_list(code) if code is not None else []
     backends: list[Any] = [entry.backend for entry in entries]
     return [backend for backend in backends if backend == scope]
+
+
+def calling_module() -> OptimizedModule | None:
+    """The module that `torch.compile` returned and whose call is being traced, if it is one."""
+    scope = calling_scope()
+    for owner in _callers_of(OptimizedModule.__call__):
+        if isinstance(owner, OptimizedModule) and scope_of(owner) is scope:
+            return owner
+    return None
+
+
+def _callers_of(method: Any) -> Iterator[Any]:
+    """The `self` of every call of a method that is under way in this thread, innermost first.
+
+    Only those frames are looked into: to ask a frame for its variables makes a copy of them,
+    which would keep the user's alive until his function returns.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is method.__code__:
+            yield frame.f_locals["self"]
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def original_of(compiled: object) -> torch.nn.Module | None:
+    """The module behind `torch.compile(module)` or `module.compile()`."""
+    if isinstance(compiled, OptimizedModule):
+        return compiled._orig_mod
+    return compiled if isinstance(compiled, torch.nn.Module) else None
 
 
 def example_of(node: fx.Node) -> object:

@@ -6,7 +6,7 @@ import ast
 import contextlib
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import sympy
@@ -28,6 +28,21 @@ def one_trace_for_all_sizes() -> contextlib.AbstractContextManager[object]:
     """
     patch: Any = _symbolic_config.patch  # type: ignore[attr-defined]  # added by torch at import
     return cast("contextlib.AbstractContextManager[object]", patch(backed_size_oblivious=True))
+
+
+@contextlib.contextmanager
+def tracing_once() -> Iterator[None]:
+    """Dynamo traces as for a single trace that serves all.
+
+    What earlier traces of the same source line saw (another instance of the class) does not
+    make a size dynamic, and a float stays a constant though sizes are dynamic.
+    """
+    config: Any = torch._dynamo.config
+    with (
+        one_trace_for_all_sizes(),
+        config.patch(automatic_dynamic_shapes=False, specialize_float=True),
+    ):
+        yield
 
 
 def number_of(value: object) -> sympy.Expr | int | float | bool:

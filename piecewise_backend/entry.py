@@ -1,0 +1,210 @@
+"""Build the function that a model is called through once guards are gone.
+
+In:  a runtime, what Dynamo rewrote, and the parameters of one call that is known to be right.
+Out: one function object per instance: Dynamo's code, with its graph call replaced.
+
+Dynamo's code fetches the graph's inputs one by one through the model's modules, calls the
+graph, and builds what the user's function returns. Only the last part is kept: state is fetched
+once (`ModelState`), and what comes with the call is checked (`Contract`) and fetched by
+generated code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import torch
+
+from piecewise_backend import _torch
+from piecewise_backend.contract import CallInputs, Contract
+from piecewise_backend.runtime import Runtime
+from piecewise_backend.sources import root_of
+from piecewise_backend.split_ops import written_arguments
+from piecewise_backend.state import ModelState
+from piecewise_backend.static_inputs import written_inputs
+from piecewise_backend.steps import GraphInput
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Subject:
+    """The function that was traced, and for which instance."""
+
+    function: FunctionType
+    instance: object | None
+    """What `self` is; None for a plain function."""
+
+    @classmethod
+    def of(cls, target: object) -> Subject | None:
+        """From a function or method; None for anything else."""
+        if isinstance(target, MethodType) and isinstance(target.__func__, FunctionType):
+            return cls(target.__func__, target.__self__)
+        return cls(target, None) if isinstance(target, FunctionType) else None
+
+    def with_own_code(self) -> Subject:
+        """The same function with a code object that nothing else runs.
+
+        Dynamo keeps its traces by code object: so none is shared with another instance.
+        """
+        code = self.function.__code__.replace()
+        if self.function.__module__.startswith("torch."):
+            # Dynamo skips the files of torch, unless they are called from elsewhere.
+            code = code.replace(co_filename=f"<{self.function.__module__}>")
+        return self.with_code(code)
+
+    def with_code(self, code: Any) -> Subject:
+        """Another function object, for this instance alone."""
+        made = FunctionType(
+            code,
+            self.function.__globals__,
+            self.function.__name__,
+            self.function.__defaults__,
+            self.function.__closure__,
+        )
+        made.__kwdefaults__ = self.function.__kwdefaults__
+        for name in ("__qualname__", "__doc__", "__annotations__", "__module__"):
+            setattr(made, name, getattr(self.function, name))
+        return Subject(made, self.instance)
+
+    @property
+    def callable(self) -> Callable[..., Any]:
+        """The function, bound to the instance if there is one."""
+        return self.function if self.instance is None else MethodType(self.function, self.instance)
+
+    @property
+    def own(self) -> str | None:
+        """The name of `self`."""
+        names = _torch.parameter_names(self.function.__code__)
+        return names[0] if self.instance is not None else None
+
+    def parameters(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The value of every parameter in a call, `self` and defaults included.
+
+        Raises:
+            TypeError: the call does not fit the signature.
+        """
+        given = args if self.instance is None else (self.instance, *args)
+        bound = inspect.signature(self.function, follow_wrapped=False).bind(*given, **kwargs)
+        bound.apply_defaults()
+        names = _torch.parameter_names(self.function.__code__)
+        return {name: bound.arguments[name] for name in names}
+
+    @property
+    def cells(self) -> dict[str, CellType]:
+        """The closure variables."""
+        names = self.function.__code__.co_freevars
+        return dict(zip(names, self.function.__closure__ or (), strict=True))
+
+
+class InstanceArguments:
+    """The graph's arguments for calls of one instance: its state, and what each call brings."""
+
+    def __init__(self, runtime: Runtime, subject: Subject, parameters: Mapping[str, Any]) -> None:
+        inputs = runtime.graph.split.inputs
+        own = subject.own
+        names = {
+            position: item.source
+            for position, item in enumerate(inputs)
+            if not isinstance(item.example, torch.SymInt)
+            and not _comes_with_call(item, parameters, own)
+        }
+        namespace = _torch.source_namespace() | {
+            "L": {} if own is None else {own: subject.instance},
+            "G": subject.function.__globals__,
+        }
+        state = ModelState(names, namespace, subject.cells)
+        self.values: list[Any] = [state.values.get(i) for i in range(len(inputs))]
+        """One per graph input; what belongs to the model is there already."""
+        self.varying = tuple(i for i in range(len(inputs)) if i not in names)
+        """Positions of what comes with each call."""
+        calls = CallInputs.of(inputs, runtime.graph.token_dim, state.values)
+        tensors = list(state.values.values())
+        contract = Contract(parameters, own, calls, tensors, runtime.graph.device)
+        self.collect = self._write_collect(runtime, calls, contract, state)
+
+    def _write_collect(
+        self, runtime: Runtime, calls: CallInputs, contract: Contract, state: ModelState
+    ) -> Callable[..., list[Any]]:
+        """`collect(args_, *parameters)`: generated, because every call runs it."""
+        given = ", ".join(contract.names)
+        lines = ["if state_.was_replaced(): fetch_(args_)"]
+        broken = [check.broken for check in contract.kinds]
+        lines += [f"if {' or '.join(broken)}: explain_(args_, {given})"] if broken else []
+        lines += [f"n{i} = {text}" for i, text in enumerate(calls.sizes)]
+        broken = [check.broken for check in contract.sizes]
+        lines += [f"if {' or '.join(broken)}: explain_(args_, {given})"] if broken else []
+        expressions = {id(item): text for text, item in calls.inputs.items()}
+        for position in self.varying:
+            item = runtime.graph.split.inputs[position]
+            if isinstance(item.example, torch.SymInt):
+                value = calls.size_text(item.example)
+            else:
+                value = _fetched(runtime, item, expressions[id(item)])
+            lines.append(f"args_[{position}] = {value}")
+        body = "".join(f"    {line}\n" for line in [*lines, "return args_"])
+        fetch = _fetch_function(state, self.values)
+        names = {"state_": state, "fetch_": fetch, "explain_": contract.explain}
+        namespace = contract.namespace | names
+        source = f"def collect(args_, {given}):\n{body}"
+        exec(compile(source, "<piecewise contract>", "exec"), namespace)
+        return namespace.pop("collect")  # type: ignore[no-any-return]  # no cycle
+
+
+def _fetch_function(state: ModelState, kept: list[Any]) -> Callable[[list[Any]], None]:
+    """Something of the model was replaced: for this call and all later ones."""
+
+    def fetch(values: list[Any]) -> None:
+        state.fetch()
+        for position, value in state.values.items():
+            kept[position] = values[position] = value
+
+    return fetch
+
+
+def make_entry(
+    runtime: Runtime, rewritten: _torch.Rewritten, subject: Subject, parameters: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """The function to call an instance through.
+
+    Args:
+        runtime: serves the only graph of the function.
+        rewritten: what Dynamo made of the function.
+        subject: the function that the user wrote, with the instance.
+        parameters: of a call that `runtime` is right for.
+
+    Raises:
+        ContractError: the graph reads something that is not known from its name alone.
+    """
+    arguments = InstanceArguments(runtime, subject, parameters)
+    call = runtime.call_of_instance(arguments)
+    assert rewritten.code is not None, "a call has just come through it"
+    own, namespace = subject.function.__code__.co_names, subject.function.__globals__
+    # The collector does not look into code: a model that holds its own entry would never go.
+    code = _torch.replace_graph_call(rewritten.code, weakref.proxy(call), own, namespace)
+    made = subject.with_code(code)
+    made.function.__dict__["call"] = call
+    return made.callable
+
+
+def _comes_with_call(item: GraphInput, parameters: Mapping[str, Any], own: str | None) -> bool:
+    root = root_of(item.source)
+    return root is not None and root != own and root in parameters
+
+
+def _fetched(runtime: Runtime, item: GraphInput, expression: str) -> str:
+    """A tensor as pieces were compiled to read it: without gaps, if the trace had none."""
+    graph = runtime.graph
+    layout = graph.layouts.get(item.name)
+    written = {value.name for op in graph.split.split_ops for value in written_arguments(op)}
+    is_written = item.name in written | written_inputs(graph)
+    if layout is None or is_written or not layout.is_contiguous(_sizes_unlike_each_other(runtime)):
+        return expression
+    return f"{expression} if {expression}.is_contiguous() else {expression}.contiguous()"
+
+
+def _sizes_unlike_each_other(runtime: Runtime) -> tuple[int, ...]:
+    return tuple(range(7, 7 + len(runtime.graph.token_dim.symbols)))

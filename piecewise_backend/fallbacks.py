@@ -1,0 +1,53 @@
+"""Say that a call ran without graphs, and why: count it, warn once, or raise.
+
+In:  a reason and what is known about the batch.
+Knows nothing of how the call is served.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+from piecewise_backend.batch import FallbackReason
+from piecewise_backend.errors import ContractError
+from piecewise_backend.sizes import Sizes
+from piecewise_backend.statistics import Statistics
+
+_NEVER_REPORTED = {FallbackReason.DISABLED, FallbackReason.NO_GRAPHS_ON_DEVICE}
+_NOT_THE_USERS = (str(Path(__file__).parent), "/torch/_dynamo/", "/torch/nn/modules/")
+
+
+class Fallbacks:
+    """What one runtime says about its fallbacks."""
+
+    def __init__(self, statistics: Statistics, on_fallback: str) -> None:
+        self._statistics = statistics
+        self._on_fallback = on_fallback
+        self._warned: set[FallbackReason] = set()
+
+    def report(self, reason: FallbackReason, sizes: Sizes, detail: str) -> None:
+        """One call with these symbol values.
+
+        Raises:
+            ContractError: `on_fallback="raise"`.
+        """
+        self._statistics.count(reason)
+        if reason in _NEVER_REPORTED:
+            return
+        message = f"piecewise: batch {sizes} runs without graphs: {reason.value}"
+        message += f" ({detail})" if detail else ""
+        if self._on_fallback == "raise":
+            raise ContractError(f"{message}; on_fallback='raise' makes this an error")
+        if reason not in self._warned:
+            self._warned.add(reason)
+            warnings.warn(message, RuntimeWarning, stacklevel=_level_of_user())
+
+
+def _level_of_user() -> int:
+    """The `stacklevel` at which the caller warns about the line of the user's program."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and any(p in frame.f_code.co_filename for p in _NOT_THE_USERS):
+        frame, level = frame.f_back, level + 1
+    return level

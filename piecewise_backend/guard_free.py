@@ -1,0 +1,257 @@
+"""`pw.compile`: a model that is traced once, and called without guards from then on.
+
+In:  a module, function or class, and options.
+Out: `Compiled`, called like the original.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from piecewise_backend import _torch
+from piecewise_backend.api import MakeInputs, rebind, report, seal, static_inputs, warmup
+from piecewise_backend.backend import piecewise
+from piecewise_backend.config import Config
+from piecewise_backend.dynamic_dims import Dims, DynamicDims
+from piecewise_backend.entry import Subject, make_entry
+from piecewise_backend.errors import ConfigError, ContractError
+from piecewise_backend.past_dynamo import reason_in_hooks
+from piecewise_backend.report import Report
+from piecewise_backend.runtime import Runtime
+from piecewise_backend.session import Session
+
+_ATTRIBUTE = "_piecewise_compiled"
+
+
+def compile(
+    target: Any = None,
+    /,
+    *,
+    dynamic_dims: Dims | None = None,
+    mode: str | None = None,
+    **options: Any,
+) -> Any:
+    """Compile a model for calls without guards.
+
+    The first call (or `warmup`) traces it, for every token count at once. From then on a call
+    goes straight to the captured plan, under a contract that is checked each time: what was
+    None, a dtype, a device, a static size or a plain value at the trace must be so again.
+
+    Args:
+        target: a module, a function or method, or a class of modules; without it, a decorator.
+        dynamic_dims: the dimensions that vary, by parameter: `{"input_ids": 0}`. Without it,
+            dimension 0 of every parameter that is annotated as a tensor.
+        mode: a `torch.compile` mode string, see `Config.from_options`.
+        options: see `Config`.
+
+    Returns:
+        A `Compiled`; for a class the class, whose instances are compiled each for itself.
+
+    Raises:
+        ConfigError: an unknown option or value, a parameter that does not exist, or a target
+            that has no Python function to trace.
+    """
+    if target is None:
+        return functools.partial(compile, dynamic_dims=dynamic_dims, mode=mode, **options)
+    Config.from_options(options, mode)
+    if isinstance(target, type):
+        return _compile_class(target, dynamic_dims, mode, options)
+    return Compiled(target, dynamic_dims, mode, options)
+
+
+class Compiled:
+    """One model or function without guards. Attributes are those of the original."""
+
+    def __init__(
+        self, target: Any, dynamic_dims: Dims | None, mode: str | None, options: dict[str, Any]
+    ) -> None:
+        self.original = target
+        """What was compiled."""
+        self._settings = (dynamic_dims, mode, options)
+        self._config = Config.from_options(options, mode)
+        self._subject = _subject_of(target).with_own_code()
+        self._dims = DynamicDims.of(self._subject.function, dynamic_dims)
+        self._tracing = threading.RLock()
+        self._runtime: Runtime | None = None
+        self.traced = torch.compile(
+            self._subject.callable, backend=piecewise, fullgraph=True, options=self._options()
+        )
+        """The way through Dynamo, which the first call takes."""
+        self._call: Callable[..., Any] = self._first_call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the original returns.
+
+        Raises:
+            ContractError: the model cannot be traced as one graph, the call breaks the
+                contract, or it would compile something after sealing.
+        """
+        return self._call(*args, **kwargs)
+
+    def warmup(self, make_inputs: MakeInputs, *, seal: bool = True) -> Report:
+        """See `pw.warmup`."""
+        return warmup(self, make_inputs, seal=seal)
+
+    def rebind(self) -> Report:
+        """See `pw.rebind`."""
+        return rebind(self)
+
+    def seal(self) -> None:
+        """See `pw.seal`."""
+        seal(self)
+
+    def report(self) -> Report:
+        """See `pw.report`."""
+        return report(self)
+
+    def static_inputs(self, num_tokens: int) -> dict[str, torch.Tensor]:
+        """See `pw.static_inputs`."""
+        return static_inputs(self, num_tokens)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "original":  # not built yet, as in copying
+            raise AttributeError(name)
+        return getattr(self.original, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
+        """A copy of the original, not traced yet."""
+        return type(self)(copy.deepcopy(self.original, memo), *self._settings)
+
+    def __reduce__(self) -> NoReturn:
+        raise ContractError(
+            "a compiled model holds graphs and code of this process and cannot be pickled; "
+            "pickle its .original and compile it again"
+        )
+
+    def _options(self) -> dict[str, Any]:
+        options = dict(self._settings[2])
+        if self._config.level >= 2:
+            options["skip_guards"] = True
+            if not self._config.check_guards:
+                # They cost as much again as the trace of a large model, and nobody asks them.
+                options["guard_filter_fn"] = lambda guards: [False] * len(guards)
+        return options
+
+    def _first_call(self, *args: Any, **kwargs: Any) -> Any:
+        if self._config.level == 0 or _torch.eager_is_forced():
+            return self.original(*args, **kwargs)
+        if self._config.level == 1:
+            return self._go_through_dynamo(args, kwargs)
+        with self._tracing:
+            if self._runtime is not None:  # another thread was faster
+                return self._call(*args, **kwargs)
+            parameters = self._subject.parameters(args, kwargs)
+            result = self._go_through_dynamo(args, kwargs, parameters)
+            self._call = self._without_guards(parameters)
+            return result
+
+    def _go_through_dynamo(self, args: Any, kwargs: Any, parameters: Any = None) -> Any:
+        if hooked := reason_in_hooks(self.original):
+            raise ContractError(f"{hooked}, which would not be called; register it on a submodule")
+        if not Session.of(_torch.scope_of(self.traced)).is_tracing:  # else warm-up has marked them
+            self._dims.mark(parameters or self._subject.parameters(args, kwargs))
+        with _torch.tracing_once():
+            try:
+                return self.traced(*args, **kwargs)
+            except _torch.TRACE_ERRORS as error:
+                raise ContractError(
+                    f"{_name_of(self.original)} cannot be traced as one graph: {error}"
+                ) from error
+
+    def _without_guards(self, parameters: dict[str, Any]) -> Callable[..., Any]:
+        session = Session.of(_torch.scope_of(self.traced))
+        runtimes = session.runtimes
+        if len(runtimes) != 1 or runtimes[0].rewritten is None:
+            raise ContractError(
+                f"{_name_of(self.original)} was traced into {len(runtimes)} graphs, which needs to "
+                "be one; a model that computes nothing with tensors needs no compilation"
+            )
+        self._runtime = runtime = runtimes[0]
+        rewritten = runtime.rewritten
+        assert rewritten is not None
+        entry = make_entry(runtime, rewritten, self._subject, parameters)
+        # With their guards dropped, Dynamo would not notice the end of the model.
+        code = self._subject.function.__code__
+        if self._config.check_guards:
+            weakref.finalize(self, _torch.forget_traces, code).atexit = False
+        else:
+            _torch.forget_traces(code)
+        session.guards_kept = ""
+        session.on_reset.append(_weakly(self._forget))
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if _torch.eager_is_forced():
+                return self.original(*args, **kwargs)
+            if self._config.check_guards:
+                closure = {n: cell.cell_contents for n, cell in self._subject.cells.items()}
+                frame = self._subject.parameters(args, kwargs) | closure
+                if violated := _torch.violated_guard(rewritten, frame):
+                    raise ContractError(
+                        f"this call violates a guard of the trace: {violated}; compile another "
+                        "instance for such calls"
+                    )
+            return entry(*args, **kwargs)
+
+        return call
+
+    def _forget(self) -> None:
+        """Dynamo's traces are gone: the next call traces again, if that is allowed."""
+        self._call, self._runtime = self._first_call, None
+
+
+def _compile_class(
+    target: type, dynamic_dims: Dims | None, mode: str | None, options: dict[str, Any]
+) -> type:
+    """Instances call themselves through a `Compiled` of their own, made at the first call."""
+    is_module = issubclass(target, nn.Module)
+    DynamicDims.of(getattr(target, "forward" if is_module else "__call__"), dynamic_dims)
+    call_original = target.__call__
+
+    def compiled_of(self: Any) -> Compiled:
+        if _ATTRIBUTE not in self.__dict__:
+            method = self.forward if is_module else MethodType(call_original, self)
+            self.__dict__[_ATTRIBUTE] = Compiled(method, dynamic_dims, mode, options)
+        return self.__dict__[_ATTRIBUTE]  # type: ignore[no-any-return]
+
+    @functools.wraps(call_original)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # part of a larger model that is being traced
+            return call_original(self, *args, **kwargs)
+        return compiled_of(self)(*args, **kwargs)
+
+    target.__call__ = __call__  # type: ignore[method-assign]
+    target.piecewise = property(compiled_of)  # type: ignore[attr-defined]
+    return target
+
+
+def _subject_of(target: Any) -> Subject:
+    function = target.forward if isinstance(target, nn.Module) else target
+    subject = Subject.of(function) or Subject.of(getattr(function, "__call__", None))  # noqa: B004
+    if subject is None:
+        raise ConfigError(
+            f"{_name_of(target)} is no module, function or method written in Python; wrap it in one"
+        )
+    return subject
+
+
+def _name_of(target: Any) -> str:
+    return str(getattr(target, "__qualname__", None) or type(target).__qualname__)
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (alive := reference()) is not None:
+            alive()
+
+    return call

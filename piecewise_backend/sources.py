@@ -1,0 +1,57 @@
+"""Dynamo's names of what a trace read, as expressions over the parameters of a call.
+
+In:  a name such as `L['batch'].ids`.
+Out: `p_batch.ids`, for generated code; `batch.ids`, for people.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import TypeGuard
+
+_PREFIX = "p_"  # keeps the user's names apart from ours
+
+
+def parameter_name(name: str) -> str:
+    """A parameter of the user's function in generated code."""
+    return _PREFIX + name
+
+
+def user_name(expression: str) -> str:
+    """An expression over parameters as the user would write it."""
+    return expression.removeprefix(_PREFIX).replace("torch_.", "torch.")
+
+
+def parameter_expression(source: str) -> str:
+    """Dynamo's name of a source, `L['batch'].ids`, over the parameters: `p_batch.ids`."""
+    return ast.unparse(_Renamed().visit(ast.parse(source, mode="eval")))
+
+
+class _Renamed(ast.NodeTransformer):
+    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        if _is_local(node):
+            return ast.Name(parameter_name(str(node.slice.value)), ast.Load())
+        self.generic_visit(node)
+        return node
+
+
+def root_of(source: str) -> str | None:
+    """The local variable that a source starts from, or None: `self` of `L['self'].weight`."""
+    for node in ast.walk(ast.parse(source, mode="eval")):
+        if _is_local(node):
+            return str(node.slice.value)
+    return None
+
+
+def _is_local(node: ast.AST) -> TypeGuard[_Local]:
+    """`L['name']`."""
+    return (
+        isinstance(node, ast.Subscript)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "L"
+        and isinstance(node.slice, ast.Constant)
+    )
+
+
+class _Local(ast.Subscript):
+    slice: ast.Constant
