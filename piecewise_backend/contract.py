@@ -106,11 +106,22 @@ class Contract:
         """What the conditions refer to beside the parameters."""
         self._calls = calls
         self._first = {id(tensor): self._bind(tensor) for tensor in state}
+        self.shapes: dict[str, str] = {}
+        """By expression of a tensor, the name of its shape once kinds are checked."""
         kinds = tuple(self._kinds(parameters, own))
         self.kinds = (*kinds, *self._modes(state, device))
         """To be checked first, in order."""
         self.sizes = tuple(self._sizes())
         """To be checked once n0, n1, ... have the values of the size symbols."""
+
+    def size_symbols(self) -> list[str]:
+        """Where n0, n1, ... come from, once kinds are checked: shapes have names by then."""
+        texts = []
+        for text in self._calls.sizes:
+            tensor, _, dim = text.rpartition(".size(")
+            shape = self.shapes.get(tensor)
+            texts.append(text if shape is None else f"{shape}[{dim.removesuffix(')')}]")
+        return texts
 
     def explain(self, *given: Any) -> None:
         """Called when a condition says that a call is broken.
@@ -187,10 +198,11 @@ class Contract:
                 yield from self._visit(f"{expression}.{field.name}", getattr(value, field.name))
 
     def _tensor(self, expression: str, value: torch.Tensor) -> Check:
+        shape = self.shapes.setdefault(expression, f"s{len(self.shapes)}")
         broken = (
             f"not isinstance({expression}, Tensor_) or {expression}.dtype is not "
             f"{self._bind(value.dtype)} or {_is_elsewhere(expression, value.device)} "
-            f"or {expression}.dim() != {value.dim()}"
+            f"or len({shape} := {expression}.shape) != {value.dim()}"
         )
         expected = f"a {value.dtype} tensor of rank {value.dim()} on {value.device}"
         return Check(expression, broken, expected)
@@ -234,7 +246,7 @@ class Contract:
                     if is_static
                     else _AS_TRACED
                 )
-                broken = f"{text} != {self._calls.size_text(size)}"
+                broken = f"{self.shapes[expression]}[{dim}] != {self._calls.size_text(size)}"
                 yield Check(text, broken, self._calls.size_for_people(size), fix)
 
     def _bind(self, value: Any) -> str:
@@ -262,6 +274,8 @@ def _is_elsewhere(expression: str, device: torch.device) -> str:
     """A condition: the tensor is on another device. Asking for `.device` makes an object."""
     if device.type == "cuda":
         return f"not {expression}.is_cuda or {expression}.get_device() != {device.index or 0}"
+    if device.type == "cpu":
+        return f"not {expression}.is_cpu"
     return f"{expression}.device.type != {device.type!r}"
 
 

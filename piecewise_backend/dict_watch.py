@@ -34,9 +34,11 @@ class DictWatch:
 
     def __del__(self) -> None:
         for address, dictionary in self._dictionaries.items():
-            flags = [flag for flag in _flags.pop(address) if flag is not self.flag]
-            if flags:
-                _flags[address] = flags
+            watching = _flags.pop(address, None)
+            if watching is None:  # the process ends
+                return
+            if others := [flag for flag in watching if flag is not self.flag]:
+                _flags[address] = others
             else:
                 ctypes.pythonapi.PyDict_Unwatch(self._watcher, ctypes.py_object(dictionary))
 
@@ -51,8 +53,31 @@ def dict_watcher() -> int | None:
     except RuntimeError:  # a process has eight of them
         return None
     # Dictionaries go on being changed when this module is no longer there to be told.
+    atexit.register(_flags.clear)
     atexit.register(ctypes.pythonapi.PyDict_ClearWatcher, watcher)
     return int(watcher)
+
+
+@functools.cache
+def sees_attributes() -> bool:
+    """A change of an object's attribute is a change of its `__dict__`.
+
+    CPython 3.13 writes attributes past the dictionary and tells no watcher; so this is tried.
+    """
+    watcher = dict_watcher()
+    if watcher is None:
+        return False
+    probe = _Probe()
+    watch = DictWatch([probe.__dict__], watcher)
+    probe.value = 1
+    return watch.flag[0]
+
+
+class _Probe:
+    value = 0
+
+    def __init__(self) -> None:
+        self.value = 0
 
 
 def _set_flags(event: int, address: int, key: int, value: int) -> int:

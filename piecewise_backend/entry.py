@@ -134,7 +134,7 @@ class InstanceArguments:
         lines = ["if state_.was_replaced(): fetch_(args_)"]
         broken = [check.broken for check in contract.kinds]
         lines += [f"if {' or '.join(broken)}: explain_(args_, {given})"] if broken else []
-        lines += [f"n{i} = {text}" for i, text in enumerate(calls.sizes)]
+        lines += [f"n{i} = {text}" for i, text in enumerate(contract.size_symbols())]
         broken = [check.broken for check in contract.sizes]
         lines += [f"if {' or '.join(broken)}: explain_(args_, {given})"] if broken else []
         expressions = {id(item): text for text, item in calls.inputs.items()}
@@ -165,10 +165,19 @@ def _fetch_function(state: ModelState, kept: list[Any]) -> Callable[[list[Any]],
     return fetch
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """The way into one instance."""
+
+    call: Callable[..., Any]
+    """Called like the user's function, bound to the instance."""
+    arguments: InstanceArguments
+
+
 def make_entry(
     runtime: Runtime, rewritten: _torch.Rewritten, subject: Subject, parameters: Mapping[str, Any]
-) -> Callable[..., Any]:
-    """The function to call an instance through.
+) -> Entry:
+    """The way into an instance that needs no guards.
 
     Args:
         runtime: serves the only graph of the function.
@@ -187,7 +196,7 @@ def make_entry(
     code = _torch.replace_graph_call(rewritten.code, weakref.proxy(call), own, namespace)
     made = subject.with_code(code)
     made.function.__dict__["call"] = call
-    return made.callable
+    return Entry(made.callable, arguments)
 
 
 def _comes_with_call(item: GraphInput, parameters: Mapping[str, Any], own: str | None) -> bool:

@@ -22,7 +22,7 @@ from piecewise_backend.api import MakeInputs, rebind, report, seal, static_input
 from piecewise_backend.backend import piecewise
 from piecewise_backend.config import Config
 from piecewise_backend.dynamic_dims import Dims, DynamicDims
-from piecewise_backend.entry import Subject, make_entry
+from piecewise_backend.entry import Entry, Subject, make_entry
 from piecewise_backend.errors import ConfigError, ContractError
 from piecewise_backend.past_dynamo import reason_in_hooks
 from piecewise_backend.report import Report
@@ -81,7 +81,9 @@ class Compiled:
         self._subject = _subject_of(target).with_own_code()
         self._dims = DynamicDims.of(self._subject.function, dynamic_dims)
         self._tracing = threading.RLock()
-        self._runtime: Runtime | None = None
+        self.runtime: Runtime | None = None
+        """Serves the calls; None before the first."""
+        self.entry: Entry | None = None
         self.traced = torch.compile(
             self._subject.callable, backend=piecewise, fullgraph=True, options=self._options()
         )
@@ -95,6 +97,8 @@ class Compiled:
             ContractError: the model cannot be traced as one graph, the call breaks the
                 contract, or it would compile something after sealing.
         """
+        if _torch.eager_is_forced():
+            return self.original(*args, **kwargs)
         return self._call(*args, **kwargs)
 
     def warmup(self, make_inputs: MakeInputs, *, seal: bool = True) -> Report:
@@ -142,12 +146,12 @@ class Compiled:
         return options
 
     def _first_call(self, *args: Any, **kwargs: Any) -> Any:
-        if self._config.level == 0 or _torch.eager_is_forced():
+        if self._config.level == 0:
             return self.original(*args, **kwargs)
         if self._config.level == 1:
             return self._go_through_dynamo(args, kwargs)
         with self._tracing:
-            if self._runtime is not None:  # another thread was faster
+            if self.runtime is not None:  # another thread was faster
                 return self._call(*args, **kwargs)
             parameters = self._subject.parameters(args, kwargs)
             result = self._go_through_dynamo(args, kwargs, parameters)
@@ -175,37 +179,41 @@ class Compiled:
                 f"{_name_of(self.original)} was traced into {len(runtimes)} graphs, which needs to "
                 "be one; a model that computes nothing with tensors needs no compilation"
             )
-        self._runtime = runtime = runtimes[0]
-        rewritten = runtime.rewritten
+        runtime, rewritten = runtimes[0], runtimes[0].rewritten
         assert rewritten is not None
-        entry = make_entry(runtime, rewritten, self._subject, parameters)
+        self.entry = make_entry(runtime, rewritten, self._subject, parameters)
+        self.runtime = runtime
+        session.guards_kept = ""
+        session.on_reset.append(_weakly(self._forget))
         # With their guards dropped, Dynamo would not notice the end of the model.
         code = self._subject.function.__code__
         if self._config.check_guards:
             weakref.finalize(self, _torch.forget_traces, code).atexit = False
-        else:
-            _torch.forget_traces(code)
-        session.guards_kept = ""
-        session.on_reset.append(_weakly(self._forget))
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if _torch.eager_is_forced():
-                return self.original(*args, **kwargs)
-            if self._config.check_guards:
-                closure = {n: cell.cell_contents for n, cell in self._subject.cells.items()}
-                frame = self._subject.parameters(args, kwargs) | closure
-                if violated := _torch.violated_guard(rewritten, frame):
-                    raise ContractError(
-                        f"this call violates a guard of the trace: {violated}; compile another "
-                        "instance for such calls"
-                    )
-            return entry(*args, **kwargs)
-
-        return call
+            return _checked(self.entry.call, self._subject, rewritten)
+        _torch.forget_traces(code)
+        return self.entry.call
 
     def _forget(self) -> None:
         """Dynamo's traces are gone: the next call traces again, if that is allowed."""
-        self._call, self._runtime = self._first_call, None
+        self._call, self.runtime, self.entry = self._first_call, None, None
+
+
+def _checked(
+    call: Callable[..., Any], subject: Subject, rewritten: _torch.Rewritten
+) -> Callable[..., Any]:
+    """See `Config.check_guards`."""
+
+    def check(*args: Any, **kwargs: Any) -> Any:
+        closure = {name: cell.cell_contents for name, cell in subject.cells.items()}
+        frame = subject.parameters(args, kwargs) | closure
+        if violated := _torch.violated_guard(rewritten, frame):
+            raise ContractError(
+                f"this call violates a guard of the trace: {violated}; compile another instance "
+                "for such calls"
+            )
+        return call(*args, **kwargs)
+
+    return check
 
 
 def _compile_class(

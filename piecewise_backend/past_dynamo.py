@@ -109,7 +109,7 @@ def _entry(
 ) -> Callable[..., Any]:
     rewritten = runtime.rewritten
     assert rewritten is not None
-    entry = make_entry(runtime, rewritten, subject, subject.parameters(args, kwargs))
+    entry = make_entry(runtime, rewritten, subject, subject.parameters(args, kwargs)).call
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if _torch.eager_is_forced():

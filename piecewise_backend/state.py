@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from types import CellType
 from typing import Any
 
-from piecewise_backend.dict_watch import DictWatch, dict_watcher
+from piecewise_backend.dict_watch import DictWatch, dict_watcher, sees_attributes
 from piecewise_backend.errors import ContractError
 
 
@@ -105,7 +105,8 @@ class _Links:
     def _attribute(self, holder: Any, name: str) -> Any:
         own = getattr(holder, "__dict__", {})
         if name in own:
-            return self._note(own[name], f"{self._bind(own)}[{name!r}]", own)
+            watched = own if sees_attributes() else None
+            return self._note(own[name], f"{self._bind(own)}[{name!r}]", watched)
         # Of a class, a slot or a property: asked for as the program does.
         return self._note(getattr(holder, name), f"{self._bind(holder)}.{name}")
 

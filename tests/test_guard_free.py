@@ -629,7 +629,7 @@ def test_deleting_it_gives_everything_back() -> None:
     model = Decoder()
     compiled = warmed(model)
     compiled(rows(4))
-    gone = [weakref.ref(model), weakref.ref(compiled._runtime), weakref.ref(compiled)]
+    gone = [weakref.ref(model), weakref.ref(compiled.runtime), weakref.ref(compiled)]
     del model, compiled
     gc.collect()
     assert [each() for each in gone] == [None] * 3
@@ -709,7 +709,7 @@ def test_dynamo_reset() -> None:
     model = Decoder()
     compiled = compile(model)
     compiled(rows(4))
-    runtime = weakref.ref(compiled._runtime)
+    runtime = weakref.ref(compiled.runtime)
     torch._dynamo.reset()
     gc.collect()
     assert runtime() is None
