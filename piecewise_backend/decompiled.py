@@ -17,11 +17,12 @@ _HEADER = "# Written by piecewise_backend: what runs in place of {name} ({file}:
 def decompiled(code: CodeType) -> str:
     """The source of `code`; the head says what it is, and why it is a disassembly if it is one."""
     head = _HEADER.format(name=code.co_qualname, file=code.co_filename, line=code.co_firstlineno)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # it leaves a file of its own open
-        import depyf  # noqa: PLC0415  # a second that only dumps and errors need
     try:
-        source = str(depyf.decompile(code))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what depyf itself is warned of
+            import depyf  # noqa: PLC0415  # a second that only dumps and errors need
+
+            source = str(depyf.decompile(code))
         compile(source, "<decompiled>", "exec")
     except Exception as error:  # depyf raises anything; its text need not be Python
         reason = f"# depyf could not decompile it ({type(error).__name__}: {_first_line(error)}).\n"
