@@ -57,7 +57,10 @@ class Captures:
         self.hits: dict[int, int] = {}
         """Calls at each size before its capture."""
         self.seconds = 0.0
-        self._pool = _make_pool(graph.device, config)
+        self._make_pool = _pool_maker(graph.device, config)
+        # Made with the first capture: this object may be made, and cleared, while the collector
+        # runs in the middle of a capture of somebody else's.
+        self._pool: GraphPool | None = None
         self._arena = Arena(graph.device)
         self._static_inputs: StaticInputs | None = None
         self._addresses: dict[int, int] = {}
@@ -68,7 +71,7 @@ class Captures:
     @property
     def is_possible(self) -> bool:
         """Graphs exist for the device and are wanted."""
-        return self._pool is not None
+        return self._make_pool is not None
 
     def capture(
         self, size: int, args: Sequence[Any], sizes: Sizes, table: PaddingTable
@@ -150,9 +153,8 @@ class Captures:
         self.failed.clear()
         self.hits.clear()
         self._static_inputs = None
-        # A pool whose last graph is gone takes no other.
         self._arena = Arena(self.graph.device)
-        self._pool = _make_pool(self.graph.device, self.config)
+        self._pool = None  # one whose last graph is gone takes no other
 
     def _bind(self, args: Sequence[Any], positions: Sequence[int]) -> None:
         this = weakref.ref(self)
@@ -186,7 +188,8 @@ class Captures:
             )
             self._bind(args, self._static_inputs.bound)
         fewest = table.smallest_padded(size) if token_dim.tokens else size
-        assert self._pool is not None
+        assert self._make_pool is not None
+        self._pool = self._pool or self._make_pool(self.graph.device)
         return CaptureRequest(
             graph=self.graph,
             pool=self._pool,
@@ -208,11 +211,10 @@ def _is_copied(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, torch.nn.Parameter) and tensor.nbytes <= _MAX_COPIED_BYTES
 
 
-def _make_pool(device: torch.device, config: Config) -> GraphPool | None:
+def _pool_maker(device: torch.device, config: Config) -> Callable[[torch.device], GraphPool] | None:
+    """What makes graphs for a device, if they are wanted and exist."""
     if config.cudagraph_mode is CUDAGraphMode.NONE:
         return None
     if config.graph_impl == "emulated":
-        return EmulatedGraphPool(device)
-    if device.type == "cuda":
-        return CudaGraphPool(device)
-    return None
+        return EmulatedGraphPool
+    return CudaGraphPool if device.type == "cuda" else None

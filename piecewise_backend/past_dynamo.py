@@ -42,8 +42,8 @@ def send_past_dynamo(compiled: object, session: Session, serving: Session) -> No
     attributes: dict[str, Any] = compiled.__dict__
     if hasattr(attributes[name], _torch.GUARDED):
         return
-    attributes[name] = _LastGuarded(subject, runtime, attributes, name)
     owner = weakref.ref(compiled)  # torch keeps sessions for longer than models
+    attributes[name] = _LastGuarded(subject, runtime, owner, name)
 
     def undo() -> None:
         session.guards_kept = UNTIL_SEALED
@@ -62,20 +62,20 @@ class _LastGuarded:
     """The last call that passes guards; the entry is made of its arguments."""
 
     def __init__(
-        self, subject: Subject, runtime: Runtime, attributes: dict[str, Any], name: str
+        self, subject: Subject, runtime: Runtime, owner: weakref.ref[object], name: str
     ) -> None:
         self._subject = subject
         self._runtime = runtime
-        self._attributes = attributes
+        self._owner = owner
         self._name = name
-        setattr(self, _torch.GUARDED, attributes[name])
+        setattr(self, _torch.GUARDED, owner().__dict__[name])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         guarded = getattr(self, _torch.GUARDED)
         result = guarded(*args, **kwargs)
-        if self._attributes.get(self._name) is self:
-            entry = _entry(self._subject, self._runtime, guarded, args, kwargs)
-            self._attributes[self._name] = entry
+        attributes = self._owner().__dict__
+        if attributes.get(self._name) is self:
+            attributes[self._name] = _entry(self._subject, self._runtime, guarded, args, kwargs)
         return result
 
 

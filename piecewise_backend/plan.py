@@ -81,7 +81,7 @@ class Source:
         source = f"def plan({self.signature}):\n{body}\n"
         namespace = dict(self.names)
         exec(compile(source, f"<piecewise {title}>", "exec"), namespace)
-        return Plan(namespace["plan"], source)
+        return Plan(namespace.pop("plan"), source)  # popped: it must not hold itself
 
 
 def unpack(names: Sequence[str], source: str) -> str:
