@@ -106,7 +106,7 @@ class Config:
         Raises:
             ConfigError: an unknown option, variable or mode, or a value of the wrong kind.
         """
-        given = _from_env(os.environ) | _from_mode(mode) | dict(options or {})
+        given = _from_env(os.environ) | options_of_mode(mode) | dict(options or {})
         known = {field.name for field in dataclasses.fields(cls)}
         for name in given:
             if name not in known:
@@ -167,7 +167,12 @@ def _parse(name: str, text: str, variable: str) -> Any:
     return text
 
 
-def _from_mode(mode: str | None) -> dict[str, Any]:
+def options_of_mode(mode: str | None) -> dict[str, Any]:
+    """The options that a `torch.compile` mode string stands for.
+
+    Raises:
+        ConfigError: no such mode.
+    """
     if mode in (None, "default", "reduce-overhead"):
         return {}
     if mode not in ("max-autotune", "max-autotune-no-cudagraphs"):

@@ -20,7 +20,7 @@ from torch import nn
 from piecewise_backend import _torch
 from piecewise_backend.api import MakeInputs, rebind, report, seal, static_inputs, warmup
 from piecewise_backend.backend import piecewise
-from piecewise_backend.config import Config
+from piecewise_backend.config import Config, options_of_mode
 from piecewise_backend.dynamic_dims import Dims, DynamicDims
 from piecewise_backend.entry import Entry, Subject, make_entry
 from piecewise_backend.errors import ConfigError, ContractError
@@ -137,7 +137,8 @@ class Compiled:
         )
 
     def _options(self) -> dict[str, Any]:
-        options = dict(self._settings[2])
+        _, mode, given = self._settings
+        options = options_of_mode(mode) | given  # torch.compile takes one or the other
         if self._config.level >= 2:
             options["skip_guards"] = True
             if not self._config.check_guards:

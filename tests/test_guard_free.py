@@ -776,6 +776,16 @@ def test_levels(level: int, graphs: int, replays: int) -> None:
     assert num_replays(compiled.report()) == replays
 
 
+def test_mode_strings_are_heard() -> None:
+    compiled = compile(toy, mode="max-autotune-no-cudagraphs")
+    compiled(rows(4))
+    config = compiled.runtime.config
+    assert config.cudagraph_mode is pw.CUDAGraphMode.NONE
+    assert dict(config.inductor_compile_config)["max_autotune"] is True
+    with pytest.raises(pw.ConfigError, match="mode='fast'"):
+        compile(toy, mode="fast")
+
+
 def test_a_module_of_torchs_own() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).requires_grad_(False)
     compiled = compile(model)
