@@ -26,6 +26,7 @@ from piecewise_backend.graphs import (
     EmulatedGraphPool,
     GraphPool,
     collector_paused,
+    one_capture,
 )
 from piecewise_backend.sizes import Sizes
 from piecewise_backend.static_inputs import StaticInputs
@@ -89,7 +90,7 @@ class Captures:
         if self._addresses and self._moved(args):
             self.forget(args)
         try:
-            with collector_paused():
+            with one_capture, collector_paused():
                 captured = capture_size(self._request(size, args, sizes, table))
         except CaptureError as error:
             self.failed[size] = str(error)
@@ -119,6 +120,11 @@ class Captures:
             self._moves[position] = self._moves.get(position, 0) + 1
         self._clear()
         self._addresses, self._owners = {}, {}
+
+    @property
+    def bound(self) -> tuple[int, ...]:
+        """Positions of the inputs that graphs read where they were at capture."""
+        return tuple(self._addresses)
 
     def fit(self, args: Sequence[Any]) -> bool:
         """Everything that graphs read in place lies where it was at capture."""

@@ -8,14 +8,14 @@ Knows nothing of captures.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from piecewise_backend.canonical import Instance, identify
 from piecewise_backend.compiler import Call, Choice, Numbers, PieceCompiler, Versions, numbers_of
-from piecewise_backend.errors import SplitError
+from piecewise_backend.errors import ContractError, SplitError
 from piecewise_backend.facts import PieceFacts, find_facts
 from piecewise_backend.sizes import Layout, SizeFunction, Sizes, TokenDim, find_token_dim
 from piecewise_backend.steps import SplitGraph
@@ -58,6 +58,32 @@ class CompiledGraph:
     def choices_at(self, sizes: Sizes) -> tuple[Choice, ...]:
         """What serves every instance at these sizes."""
         return tuple(self.choice_at(position, sizes) for position in range(len(self.instances)))
+
+    def require_alike(self, state: Mapping[int, Any]) -> None:
+        """What replaced state of the model is of the kind that the trace saw.
+
+        Args:
+            state: tensors by position among the inputs.
+
+        Raises:
+            ContractError: another dtype, device, rank, or size that does not vary.
+        """
+        for position, value in state.items():
+            item = self.split.inputs[position]
+            example = item.example
+            if not isinstance(example, torch.Tensor):
+                continue
+            sizes = zip(example.shape, value.shape, strict=False)
+            is_alike = (
+                (value.dtype, value.device, value.dim())
+                == (example.dtype, example.device, example.dim())
+            ) and all(isinstance(a, torch.SymInt) or a == b for a, b in sizes)
+            if not is_alike:
+                raise ContractError(
+                    f"{item.source} was a {example.dtype} tensor of shape {tuple(example.shape)} "
+                    f"on {example.device} when the model was traced, and is now {value.dtype} of "
+                    f"shape {tuple(value.shape)} on {value.device}; compile the model anew"
+                )
 
     def static_num_tokens(self, args: Sequence[Any]) -> int:
         """What a graph without varying dimensions takes for tokens: its first input's rows."""

@@ -97,5 +97,5 @@ def _is_tensor(annotation: Any) -> bool:
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+        value = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     return [leaf for leaf in pytree.tree_leaves(value) if type(leaf) is torch.Tensor]

@@ -12,10 +12,8 @@ generated code.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from types import CellType, FunctionType, MethodType
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,107 +21,52 @@ import torch
 from piecewise_backend import _torch
 from piecewise_backend.contract import CallInputs, Contract
 from piecewise_backend.runtime import Runtime
-from piecewise_backend.sources import root_of
+from piecewise_backend.sources import is_plain, root_of
 from piecewise_backend.split_ops import written_arguments
 from piecewise_backend.state import ModelState
 from piecewise_backend.static_inputs import written_inputs
 from piecewise_backend.steps import GraphInput
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Subject:
-    """The function that was traced, and for which instance."""
-
-    function: FunctionType
-    instance: object | None
-    """What `self` is; None for a plain function."""
-
-    @classmethod
-    def of(cls, target: object) -> Subject | None:
-        """From a function or method; None for anything else."""
-        if isinstance(target, MethodType) and isinstance(target.__func__, FunctionType):
-            return cls(target.__func__, target.__self__)
-        return cls(target, None) if isinstance(target, FunctionType) else None
-
-    def with_own_code(self) -> Subject:
-        """The same function with a code object that nothing else runs.
-
-        Dynamo keeps its traces by code object: so none is shared with another instance.
-        """
-        code = self.function.__code__.replace()
-        if self.function.__module__.startswith("torch."):
-            # Dynamo skips the files of torch, unless they are called from elsewhere.
-            code = code.replace(co_filename=f"<{self.function.__module__}>")
-        return self.with_code(code)
-
-    def with_code(self, code: Any) -> Subject:
-        """Another function object, for this instance alone."""
-        made = FunctionType(
-            code,
-            self.function.__globals__,
-            self.function.__name__,
-            self.function.__defaults__,
-            self.function.__closure__,
-        )
-        made.__kwdefaults__ = self.function.__kwdefaults__
-        for name in ("__qualname__", "__doc__", "__annotations__", "__module__"):
-            setattr(made, name, getattr(self.function, name))
-        return Subject(made, self.instance)
-
-    @property
-    def callable(self) -> Callable[..., Any]:
-        """The function, bound to the instance if there is one."""
-        return self.function if self.instance is None else MethodType(self.function, self.instance)
-
-    @property
-    def own(self) -> str | None:
-        """The name of `self`."""
-        names = _torch.parameter_names(self.function.__code__)
-        return names[0] if self.instance is not None else None
-
-    def parameters(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The value of every parameter in a call, `self` and defaults included.
-
-        Raises:
-            TypeError: the call does not fit the signature.
-        """
-        given = args if self.instance is None else (self.instance, *args)
-        bound = inspect.signature(self.function, follow_wrapped=False).bind(*given, **kwargs)
-        bound.apply_defaults()
-        names = _torch.parameter_names(self.function.__code__)
-        return {name: bound.arguments[name] for name in names}
-
-    @property
-    def cells(self) -> dict[str, CellType]:
-        """The closure variables."""
-        names = self.function.__code__.co_freevars
-        return dict(zip(names, self.function.__closure__ or (), strict=True))
+from piecewise_backend.subject import Subject
 
 
 class InstanceArguments:
     """The graph's arguments for calls of one instance: its state, and what each call brings."""
 
-    def __init__(self, runtime: Runtime, subject: Subject, parameters: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        rewritten: _torch.Rewritten,
+        subject: Subject,
+        parameters: Mapping[str, Any],
+    ) -> None:
         inputs = runtime.graph.split.inputs
         own = subject.own
         names = {
             position: item.source
             for position, item in enumerate(inputs)
             if not isinstance(item.example, torch.SymInt)
-            and not _comes_with_call(item, parameters, own)
+            and not _comes_with_call(item.source, parameters, own)
         }
         namespace = _torch.source_namespace() | {
             "L": {} if own is None else {own: subject.instance},
             "G": subject.function.__globals__,
         }
-        state = ModelState(names, namespace, subject.cells)
+        aliases = [
+            pair
+            for pair in rewritten.aliases
+            if not any(_comes_with_call(name, parameters, own) for name in pair)
+        ]
+        looked_at = [name for name in rewritten.looked_at if is_plain(name)]
+        inside = [name for name in looked_at if _comes_with_call(name, parameters, own)]
+        outside = [name for name in looked_at if name not in set(inside)]
+        state = ModelState(names, namespace, subject.cells, aliases, outside)
         self.values: list[Any] = [state.values.get(i) for i in range(len(inputs))]
         """One per graph input; what belongs to the model is there already."""
         self.varying = tuple(i for i in range(len(inputs)) if i not in names)
         """Positions of what comes with each call."""
         calls = CallInputs.of(inputs, runtime.graph.token_dim, state.values)
         tensors = list(state.values.values())
-        contract = Contract(parameters, own, calls, tensors, runtime.graph.device)
+        contract = Contract(parameters, own, calls, tensors, runtime.graph.device, inside)
         self.collect = self._write_collect(runtime, calls, contract, state)
 
     def _write_collect(
@@ -146,7 +89,7 @@ class InstanceArguments:
                 value = _fetched(runtime, item, expressions[id(item)])
             lines.append(f"args_[{position}] = {value}")
         body = "".join(f"    {line}\n" for line in [*lines, "return args_"])
-        fetch = _fetch_function(state, self.values)
+        fetch = _fetch_function(runtime, state, self.values)
         names = {"state_": state, "fetch_": fetch, "explain_": contract.explain}
         namespace = contract.namespace | names
         source = f"def collect(args_, {given}):\n{body}"
@@ -154,11 +97,14 @@ class InstanceArguments:
         return namespace.pop("collect")  # type: ignore[no-any-return]  # no cycle
 
 
-def _fetch_function(state: ModelState, kept: list[Any]) -> Callable[[list[Any]], None]:
+def _fetch_function(
+    runtime: Runtime, state: ModelState, kept: list[Any]
+) -> Callable[[list[Any]], None]:
     """Something of the model was replaced: for this call and all later ones."""
 
     def fetch(values: list[Any]) -> None:
         state.fetch()
+        runtime.graph.require_alike(state.values)
         for position, value in state.values.items():
             kept[position] = values[position] = value
 
@@ -188,7 +134,7 @@ def make_entry(
     Raises:
         ContractError: the graph reads something that is not known from its name alone.
     """
-    arguments = InstanceArguments(runtime, subject, parameters)
+    arguments = InstanceArguments(runtime, rewritten, subject, parameters)
     call = runtime.call_of_instance(arguments)
     assert rewritten.code is not None, "a call has just come through it"
     own, namespace = subject.function.__code__.co_names, subject.function.__globals__
@@ -199,8 +145,8 @@ def make_entry(
     return Entry(made.callable, arguments)
 
 
-def _comes_with_call(item: GraphInput, parameters: Mapping[str, Any], own: str | None) -> bool:
-    root = root_of(item.source)
+def _comes_with_call(source: str, parameters: Mapping[str, Any], own: str | None) -> bool:
+    root = root_of(source)
     return root is not None and root != own and root in parameters
 
 

@@ -207,21 +207,33 @@ class EmulatedGraphPool:
         return tuple(placed)
 
 
-_capturing = threading.RLock()
+one_capture = threading.RLock()
+"""Held while a size is captured: one at a time, of all threads. Taken inside of a call, so never
+around one."""
+
+_pausing = threading.Lock()
+_pauses = 0
+_was_enabled = False
 
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
     """No garbage collection inside: one per size cost most of the 15 s that 1,683 captures took
     (benchmarks/results/capture_cost.json), and one may free CUDA objects in the middle of a
-    capture."""
-    with _capturing:  # of all threads, one at a time
-        if not gc.isenabled():  # by an outer block, or by the program: nothing to pause
-            yield
-            return
-        gc.collect()
+    capture. The last of all threads to leave turns it on again, if it was on."""
+    global _pauses, _was_enabled
+    with _pausing:
+        if _pauses == 0:
+            _was_enabled = gc.isenabled()
+        is_first = _pauses == 0 and _was_enabled
+        _pauses += 1
         gc.disable()
-        try:
-            yield
-        finally:
-            gc.enable()
+    try:
+        if is_first:
+            gc.collect()
+        yield
+    finally:
+        with _pausing:
+            _pauses -= 1
+            if _pauses == 0 and _was_enabled:
+                gc.enable()

@@ -22,14 +22,19 @@ from piecewise_backend.api import MakeInputs, rebind, report, seal, static_input
 from piecewise_backend.backend import piecewise
 from piecewise_backend.config import Config, options_of_mode
 from piecewise_backend.dynamic_dims import Dims, DynamicDims
-from piecewise_backend.entry import Entry, Subject, make_entry
+from piecewise_backend.entry import Entry, make_entry
 from piecewise_backend.errors import ConfigError, ContractError
 from piecewise_backend.past_dynamo import reason_in_hooks
 from piecewise_backend.report import Report
 from piecewise_backend.runtime import Runtime
 from piecewise_backend.session import Session
+from piecewise_backend.subject import Subject, snapshot
 
 _ATTRIBUTE = "_piecewise_compiled"
+_OWN_ATTRIBUTES = {
+    "original", "runtime", "entry", "traced",
+    "_settings", "_config", "_subject", "_dims", "_tracing", "_call",
+}  # fmt: skip
 
 
 def compile(
@@ -63,6 +68,8 @@ def compile(
     if target is None:
         return functools.partial(compile, dynamic_dims=dynamic_dims, mode=mode, **options)
     Config.from_options(options, mode)
+    if isinstance(target, Compiled):
+        target = target.original
     if isinstance(target, type):
         return _compile_class(target, dynamic_dims, mode, options)
     return Compiled(target, dynamic_dims, mode, options)
@@ -97,8 +104,8 @@ class Compiled:
             ContractError: the model cannot be traced as one graph, the call breaks the
                 contract, or it would compile something after sealing.
         """
-        if _torch.eager_is_forced():
-            return self.original(*args, **kwargs)
+        if torch.compiler.is_compiling() or _torch.eager_is_forced():
+            return self.original(*args, **kwargs)  # part of what is traced, or switched off
         return self._call(*args, **kwargs)
 
     def warmup(self, make_inputs: MakeInputs, *, seal: bool = True) -> Report:
@@ -121,10 +128,21 @@ class Compiled:
         """See `pw.static_inputs`."""
         return static_inputs(self, num_tokens)
 
+    @property
+    def instance(self) -> object | None:
+        """What `self` is in calls; None for a function."""
+        return self._subject.instance
+
     def __getattr__(self, name: str) -> Any:
-        if name == "original":  # not built yet, as in copying
+        if name in ("original", "_subject"):  # not built yet, as in copying
             raise AttributeError(name)
         return getattr(self.original, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN_ATTRIBUTES:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.original, name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
         """A copy of the original, not traced yet."""
@@ -141,9 +159,6 @@ class Compiled:
         options = options_of_mode(mode) | given  # torch.compile takes one or the other
         if self._config.level >= 2:
             options["skip_guards"] = True
-            if not self._config.check_guards:
-                # They cost as much again as the trace of a large model, and nobody asks them.
-                options["guard_filter_fn"] = lambda guards: [False] * len(guards)
         return options
 
     def _first_call(self, *args: Any, **kwargs: Any) -> Any:
@@ -155,8 +170,12 @@ class Compiled:
             if self.runtime is not None:  # another thread was faster
                 return self._call(*args, **kwargs)
             parameters = self._subject.parameters(args, kwargs)
+            before = snapshot(parameters)
             result = self._go_through_dynamo(args, kwargs, parameters)
-            self._call = self._without_guards(parameters)
+            session = Session.of(_torch.scope_of(self.traced))
+            if not session.runtimes and not _torch.stance_is_default():
+                return result  # it was asked not to compile now
+            self._call = self._without_guards(session, before)
             return result
 
     def _go_through_dynamo(self, args: Any, kwargs: Any, parameters: Any = None) -> Any:
@@ -172,8 +191,7 @@ class Compiled:
                     f"{_name_of(self.original)} cannot be traced as one graph: {error}"
                 ) from error
 
-    def _without_guards(self, parameters: dict[str, Any]) -> Callable[..., Any]:
-        session = Session.of(_torch.scope_of(self.traced))
+    def _without_guards(self, session: Session, parameters: dict[str, Any]) -> Callable[..., Any]:
         runtimes = session.runtimes
         if len(runtimes) != 1 or runtimes[0].rewritten is None:
             raise ContractError(
@@ -182,11 +200,16 @@ class Compiled:
             )
         runtime, rewritten = runtimes[0], runtimes[0].rewritten
         assert rewritten is not None
+        if violated := _torch.violated_guard(rewritten, self._subject.frame(parameters)):
+            raise ContractError(
+                f"{_name_of(self.original)} changes what its own trace depends on: {violated}; "
+                "return the value, or keep it in a tensor that is written in place"
+            )
         self.entry = make_entry(runtime, rewritten, self._subject, parameters)
         self.runtime = runtime
         session.guards_kept = ""
         session.on_reset.append(_weakly(self._forget))
-        # With their guards dropped, Dynamo would not notice the end of the model.
+        # Not needed any more, and it holds what the trace read.
         code = self._subject.function.__code__
         if self._config.check_guards:
             weakref.finalize(self, _torch.forget_traces, code).atexit = False
@@ -205,8 +228,7 @@ def _checked(
     """See `Config.check_guards`."""
 
     def check(*args: Any, **kwargs: Any) -> Any:
-        closure = {name: cell.cell_contents for name, cell in subject.cells.items()}
-        frame = subject.parameters(args, kwargs) | closure
+        frame = subject.frame(subject.parameters(args, kwargs))
         if violated := _torch.violated_guard(rewritten, frame):
             raise ContractError(
                 f"this call violates a guard of the trace: {violated}; compile another instance "
@@ -222,11 +244,14 @@ def _compile_class(
 ) -> type:
     """Instances call themselves through a `Compiled` of their own, made at the first call."""
     is_module = issubclass(target, nn.Module)
+    if not any("__call__" in base.__dict__ for base in target.__mro__):
+        raise ConfigError(f"instances of {target.__qualname__} cannot be called; give it __call__")
     DynamicDims.of(getattr(target, "forward" if is_module else "__call__"), dynamic_dims)
     call_original = target.__call__
 
     def compiled_of(self: Any) -> Compiled:
-        if _ATTRIBUTE not in self.__dict__:
+        own = self.__dict__.get(_ATTRIBUTE)
+        if own is None or own.instance is not self:  # a shallow copy has that of the original
             method = self.forward if is_module else MethodType(call_original, self)
             self.__dict__[_ATTRIBUTE] = Compiled(method, dynamic_dims, mode, options)
         return self.__dict__[_ATTRIBUTE]  # type: ignore[no-any-return]

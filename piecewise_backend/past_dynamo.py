@@ -14,9 +14,10 @@ from typing import Any
 from torch import nn
 
 from piecewise_backend import _torch
-from piecewise_backend.entry import Subject, make_entry
+from piecewise_backend.entry import make_entry
 from piecewise_backend.runtime import Runtime
 from piecewise_backend.session import UNTIL_SEALED, Session
+from piecewise_backend.subject import Subject, snapshot
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -48,7 +49,8 @@ def send_past_dynamo(compiled: object, session: Session, serving: Session) -> No
     def undo() -> None:
         session.guards_kept = UNTIL_SEALED
         if (alive := owner()) is not None:
-            alive.__dict__[name] = getattr(alive.__dict__[name], _torch.GUARDED)
+            current = alive.__dict__[name]
+            alive.__dict__[name] = getattr(current, _torch.GUARDED, current)
             session.on_seal.append(again)
 
     def again() -> None:
@@ -62,7 +64,11 @@ class _LastGuarded:
     """The last call that passes guards; the entry is made of its arguments."""
 
     def __init__(
-        self, subject: Subject, runtime: Runtime, owner: weakref.ref[object], name: str
+        self,
+        subject: Subject,
+        runtime: Runtime,
+        owner: weakref.ref[object],
+        name: str,
     ) -> None:
         self._subject = subject
         self._runtime = runtime
@@ -72,11 +78,26 @@ class _LastGuarded:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         guarded = getattr(self, _torch.GUARDED)
+        parameters = snapshot(self._subject.parameters(args, kwargs))
         result = guarded(*args, **kwargs)
         attributes = self._owner().__dict__
         if attributes.get(self._name) is self:
-            attributes[self._name] = _entry(self._subject, self._runtime, guarded, args, kwargs)
+            attributes[self._name] = self._next(guarded, parameters)
         return result
+
+    def _next(self, guarded: Callable[..., Any], parameters: dict[str, Any]) -> Callable[..., Any]:
+        """What to call from now on."""
+        rewritten = self._runtime.rewritten
+        assert rewritten is not None
+        entry = make_entry(self._runtime, rewritten, self._subject, parameters).call
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if _torch.eager_is_forced():
+                return guarded(*args, **kwargs)
+            return entry(*args, **kwargs)
+
+        setattr(call, _torch.GUARDED, guarded)
+        return call
 
 
 def reason_in_hooks(model: object) -> str:
@@ -102,19 +123,3 @@ def _reason(subject: Subject | None, model: object, session: Session) -> str:
     if runtime.config.check_guards:
         return "check_guards"
     return reason_in_hooks(model)
-
-
-def _entry(
-    subject: Subject, runtime: Runtime, guarded: Callable[..., Any], args: Any, kwargs: Any
-) -> Callable[..., Any]:
-    rewritten = runtime.rewritten
-    assert rewritten is not None
-    entry = make_entry(runtime, rewritten, subject, subject.parameters(args, kwargs)).call
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if _torch.eager_is_forced():
-            return guarded(*args, **kwargs)
-        return entry(*args, **kwargs)
-
-    setattr(call, _torch.GUARDED, guarded)
-    return call

@@ -200,7 +200,8 @@ class PlanWriter:
         lines.append(f"if not {same}(args, {where}, {at}): raise {moved}")
         staged = self.static_inputs.staged
         if staged and (written := self._written_inputs()):
-            overlap = self.code.bind(_overlap(written, staged, self.args), "overlap_")
+            given = staged if set(written).isdisjoint(staged) else self._read_tensors()
+            overlap = self.code.bind(_overlap(written, staged, given, self.args), "overlap_")
             lines.append(f"if {overlap}(args): raise {self.code.bind(InputsOverlap)}")
         if staged:
             buffers = [self._text(Value(self.graph.split.inputs[i].name)) for i in staged]
@@ -231,6 +232,15 @@ class PlanWriter:
             i for i, x in tensors.items() if x.untyped_storage().data_ptr() in self.written
         )
 
+    def _read_tensors(self) -> tuple[int, ...]:
+        """Positions of all tensors that some step reads, or writes."""
+        names = {name for step in self.graph.split.steps for name in reads(step)}
+        return tuple(
+            i
+            for name, i in self.positions.items()
+            if name in names and isinstance(self.args[i], torch.Tensor)
+        )
+
     def _copies_back(self) -> list[str]:
         """Staged inputs that a step wrote: the caller sees the new values."""
         lines = []
@@ -242,11 +252,12 @@ class PlanWriter:
 
 
 def _overlap(
-    written: Sequence[int], staged: Sequence[int], captured: Sequence[Any]
+    written: Sequence[int], staged: Sequence[int], given: Sequence[int], captured: Sequence[Any]
 ) -> Callable[[Sequence[Any]], bool]:
-    """Would a step write what another input was copied from?
+    """Would a step write what another input was copied from, or is read from?
 
-    Caches are written where they were at capture, call after call: one comparison tells.
+    Caches are written where they were at capture: one comparison tells. What is copied and
+    written comes back to the caller's tensor only in the end, too late for others.
     """
     caches = [i for i in written if i not in staged]
     addresses = [x.data_ptr() if i in caches else None for i, x in enumerate(captured)]
@@ -256,8 +267,12 @@ def _overlap(
     def overlap(args: Sequence[Any]) -> bool:
         if is_simple and _torch.same_addresses(args, addresses, caches):
             return any(args[i].untyped_storage().data_ptr() in storages for i in staged)
-        writers = {args[i].untyped_storage().data_ptr(): i for i in written}
-        return any(writers.get(args[i].untyped_storage().data_ptr(), i) != i for i in staged)
+        places = {i: args[i].untyped_storage().data_ptr() for i in {*written, *given}}
+        writers = {places[i]: i for i in written}
+        if any(writers.get(places[i], i) != i for i in staged):
+            return True
+        copied_back = {places[i]: i for i in written if i in staged}
+        return any(copied_back.get(places[i], i) != i for i in given)
 
     return overlap
 

@@ -228,6 +228,7 @@ class Runtime:
 
     def _recover_from_move(self, args: Args) -> Any:
         """A bound input lies elsewhere now: no graph that read it may be replayed."""
+        self.graph.require_alike({i: args[i] for i in self.captures.bound})
         if self._switch_instance(args):
             return self._slow(args)
         self.captures.forget(args)

@@ -7,7 +7,13 @@ Out: `p_batch.ids`, for generated code; `batch.ids`, for people.
 from __future__ import annotations
 
 import ast
+import enum
 from typing import TypeGuard
+
+import torch
+
+PLAIN_VALUES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
+"""What becomes part of the code that Dynamo writes."""
 
 _PREFIX = "p_"  # keeps the user's names apart from ours
 
@@ -41,6 +47,19 @@ def root_of(source: str) -> str | None:
         if _is_local(node):
             return str(node.slice.value)
     return None
+
+
+def is_plain(source: str) -> bool:
+    """Attributes and items of locals and globals, and nothing that has to be called."""
+    try:
+        tree = ast.parse(source, mode="eval").body
+    except SyntaxError:  # not every name of Dynamo's is an expression
+        return False
+    while isinstance(tree, ast.Attribute | ast.Subscript):
+        if isinstance(tree, ast.Subscript) and not isinstance(tree.slice, ast.Constant):
+            return False
+        tree = tree.value
+    return isinstance(tree, ast.Name) and tree.id in ("L", "G")
 
 
 def _is_local(node: ast.AST) -> TypeGuard[_Local]:

@@ -16,19 +16,27 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import CellType
 from typing import Any
 
+from torch import nn
+
 from piecewise_backend.dict_watch import DictWatch, dict_watcher, sees_attributes
 from piecewise_backend.errors import ContractError
+from piecewise_backend.sources import PLAIN_VALUES
 
 
 class ModelState:
     """The tensors behind some names, in order."""
 
     def __init__(
-        self, names: Mapping[int, str], namespace: Mapping[str, Any], cells: Mapping[str, CellType]
+        self,
+        names: Mapping[int, str],
+        namespace: Mapping[str, Any],
+        cells: Mapping[str, CellType],
+        aliases: Sequence[tuple[str, str]] = (),
+        looked_at: Sequence[str] = (),
     ) -> None:
         """Fetch them.
 
@@ -37,14 +45,31 @@ class ModelState:
             namespace: what the expressions start from: `L`, the arguments of the trace; `G`,
                 the globals; helpers.
             cells: closure variables, which are named like arguments.
+            aliases: pairs of names for one object.
+            looked_at: names of what else the trace took something from. Plain values among it
+                became part of the code, and must stay what they are.
         """
-        self._expressions = {i: ast.parse(name, mode="eval").body for i, name in names.items()}
+        self._expressions = {i: _parsed(name) for i, name in names.items()}
+        self._aliases = [(_parsed(a), _parsed(b)) for a, b in aliases]
         self._namespace = namespace
         self._cells = cells
+        self._constants: list[tuple[ast.expr, Any]] = []
         self.values: dict[int, Any] = {}
         self.was_replaced: Callable[[], bool] = bool
         """Is any of the tensors another object than in `values`?"""
+        self._find_constants(looked_at)
         self.fetch()
+
+    def _find_constants(self, names: Sequence[str]) -> None:
+        links = _Links(self._namespace, self._cells)
+        for name in names:
+            expression = _parsed(name)
+            try:
+                value = links.follow(expression)
+            except (AttributeError, KeyError, IndexError, TypeError):
+                continue  # a guard may be about something that is not there
+            if value is None or isinstance(value, PLAIN_VALUES):
+                self._constants.append((expression, value))
 
     def fetch(self) -> None:
         """Look every tensor up again.
@@ -53,16 +78,35 @@ class ModelState:
             ContractError: something that the trace read is gone.
         """
         links = _Links(self._namespace, self._cells)
-        values = {}
-        for position, expression in self._expressions.items():
-            try:
-                values[position] = links.follow(expression)
-            except (AttributeError, KeyError, IndexError, TypeError) as error:
+        values = {i: _follow(links, expression) for i, expression in self._expressions.items()}
+        for one, other in self._aliases:
+            if _follow(links, one) is not _follow(links, other):
                 raise ContractError(
-                    f"{ast.unparse(expression)} was read by the trace and is gone "
-                    f"({type(error).__name__}: {error}); compile the model anew"
-                ) from error
+                    f"{ast.unparse(one)} and {ast.unparse(other)} were one object when the model "
+                    "was traced and are two now; compile the model anew"
+                )
+        for expression, traced in self._constants:
+            value = _follow(links, expression)
+            if type(value) is not type(traced) or value != traced:
+                raise ContractError(
+                    f"{ast.unparse(expression)} was {traced!r} when the model was traced, which is "
+                    f"part of the compiled code, and is now {value!r}; compile the model anew"
+                )
         self.values, self.was_replaced = values, links.check()
+
+
+def _parsed(name: str) -> ast.expr:
+    return ast.parse(name, mode="eval").body
+
+
+def _follow(links: _Links, expression: ast.expr) -> Any:
+    try:
+        return links.follow(expression)
+    except (AttributeError, KeyError, IndexError, TypeError) as error:
+        raise ContractError(
+            f"{ast.unparse(expression)} was read by the trace and is gone "
+            f"({type(error).__name__}: {error}); compile the model anew"
+        ) from error
 
 
 class _Links:
@@ -103,11 +147,11 @@ class _Links:
         return self._note(holder[key], f"{self._bind(holder)}[{key!r}]", holder)
 
     def _attribute(self, holder: Any, name: str) -> Any:
-        own = getattr(holder, "__dict__", {})
+        own = holder.__dict__ if isinstance(holder, nn.Module) else {}
         if name in own:
             watched = own if sees_attributes() else None
             return self._note(own[name], f"{self._bind(own)}[{name!r}]", watched)
-        # Of a class, a slot or a property: asked for as the program does.
+        # Of another object, a class, a slot or a property: asked for as the program does.
         return self._note(getattr(holder, name), f"{self._bind(holder)}.{name}")
 
     def _note(self, value: Any, expression: str, holder: object = None) -> Any:

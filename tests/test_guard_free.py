@@ -6,6 +6,7 @@ import ast
 import contextlib
 import copy
 import dataclasses
+import functools
 import gc
 import pickle
 import threading
@@ -179,7 +180,7 @@ def test_tensors_in_containers_and_objects() -> None:
     batch, table = inputs(4)
     with pytest.raises(pw.ContractError, match=r"batch\.extra: expected a list of length 2"):
         compiled(dataclasses.replace(batch, extra=batch.extra * 2), table)
-    with pytest.raises(pw.ContractError, match=r"table: expected a dict with the key 'k'"):
+    with pytest.raises(pw.ContractError, match=r"table: expected a dict with the keys \['k'\]"):
         compiled(batch, {"q": rows(4)})
 
 
@@ -536,6 +537,394 @@ def test_updating_a_dictionary_at_the_trace_is_no_assignment() -> None:
     model = Model()
     compiled = warmed(model)
     same(compiled(rows(4)), model(rows(4)), "updated")
+
+
+class Counting(Decoder):
+    """Keeps count in something that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"calls": 0}
+        self.log: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts["calls"] += 1
+        return super().forward(x) * self.counts["calls"]
+
+
+class Logging(Counting):
+    def forward(self, x: Tensor) -> Tensor:
+        self.log.append(1)
+        return Decoder.forward(self, x) * len(self.log)
+
+
+@pytest.mark.parametrize("kind", [Counting, Logging])
+def test_a_model_that_changes_what_its_trace_depends_on(kind: Any) -> None:
+    """A constant of the trace would be stored and used in every call."""
+    with pytest.raises(pw.ContractError, match=r"changes what its own trace depends on.*forward"):
+        compile(kind())(rows(4))
+
+
+def test_a_closure_that_counts() -> None:
+    calls = 0
+
+    def model(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return out_attn(x, x, x) * calls
+
+    with pytest.raises(pw.ContractError, match="changes what its own trace depends on"):
+        compile(model)(rows(4))
+
+
+def test_results_may_be_collected_in_a_list_of_the_caller() -> None:
+    """A dictionary of the caller that gets tensors of the call is filled anew each time."""
+
+    def model(x: Tensor, found: dict[str, Tensor]) -> Tensor:
+        found["hidden"] = out_attn(x, x, x)
+        return found["hidden"] + 1
+
+    compiled = compile(model)
+    for n in (4, 3):
+        found: dict[str, Tensor] = {}
+        expected: dict[str, Tensor] = {}
+        same(compiled(rows(n), found), model(rows(n), expected), f"{n}")
+        same(found, expected, f"{n}, the dictionary")
+
+
+class Tied(nn.Module):
+    """One tensor, one layer, one object under two names each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4).requires_grad_(False)
+        self.second = nn.Linear(4, 4).requires_grad_(False)
+        self.second.weight = self.first.weight
+        self.again = self.first
+        nothing = torch.zeros(4)
+        self.caches = [nothing, nothing]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = fresh(x, x, self.caches[0]) + fresh(x, x, self.caches[1])
+        return self.again(self.second(self.first(x)))
+
+
+def untied(model: Tied) -> None:
+    model.second.weight = nn.Parameter(torch.ones(4, 4), requires_grad=False)
+
+
+def real_cache(model: Tied) -> None:
+    model.caches[1] = torch.ones(4)
+
+
+def another_layer_for_one_name(model: Tied) -> None:
+    model.again = nn.Linear(4, 4).requires_grad_(False)
+
+
+@pytest.mark.parametrize("part", [untied, real_cache, another_layer_for_one_name])
+def test_what_was_one_object_and_is_two(part: Any) -> None:
+    """The trace has it once: it cannot tell the two apart."""
+    model = Tied()
+    compiled = warmed(model)
+    same(compiled(rows(4)), model(rows(4)), "before")
+    part(model)
+    for _ in range(2):
+        with pytest.raises(pw.ContractError, match="were one object when the model was traced"):
+            compiled(rows(4))
+
+
+def test_both_names_may_be_replaced_alike() -> None:
+    model = Tied()
+    compiled = warmed(model)
+    model.caches = [torch.ones(4)] * 2
+    with quiet():
+        same(compiled(rows(4)), model(rows(4)), "both")
+
+
+@pytest.mark.parametrize("is_rebound", [False, True])
+def test_state_that_changes_its_shape_or_dtype(is_rebound: bool) -> None:
+    """What the trace took from them, such as a size to divide by, would not change."""
+
+    class Model(Decoder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.ones(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.table.sum(0) / self.table.shape[0]
+
+    model = Model()
+    compiled = warmed(model)
+    compiled(rows(4))
+    for table in (torch.ones(8, 4), torch.ones(4, 4).double()):
+        if is_rebound:
+            model.table = table
+        else:
+            model.table.data = table
+        with pytest.raises(pw.ContractError, match=r"table.* was a torch.float32 tensor of shape"):
+            compiled(rows(4))
+
+
+def test_hooks_that_come_later() -> None:
+    model = Decoder()
+    compiled = warmed(model)
+    handle = model.register_forward_hook(lambda *_: None)
+    with pytest.raises(pw.ContractError, match="no hooks on the compiled module"):
+        compiled(rows(4))
+    handle.remove()
+    compiled(rows(4))
+
+
+def test_overlapping_arguments_one_of_which_is_written() -> None:
+    def model(x: Tensor, y: Tensor) -> Tensor:
+        x.mul_(2)
+        return out_attn(x, y, x)
+
+    compiled = compile(model, capture_after=0)
+    with quiet():
+        for call, n in enumerate((4, 4, 3, 3, 4)):
+            given, expected = rows(n + 1, seed=call), rows(n + 1, seed=call)
+            if call == 0:
+                same(compiled(rows(4), rows(4)), model(rows(4), rows(4)), "apart")
+            same(compiled(given[:n], given[1:]), model(expected[:n], expected[1:]), f"{call}")
+            same(given, expected, f"{call}, the memory")
+
+
+def test_a_shallow_copy_of_an_instance_of_a_compiled_class() -> None:
+    @pw.compile(**OPTIONS)
+    class Model(Decoder):
+        pass
+
+    model = Model()
+    same(model(rows(4)), model.forward(rows(4)), "original")
+    twin = copy.copy(model)
+    twin._modules = dict(model._modules, out=nn.ModuleList(nn.Linear(4, 4) for _ in range(2)))
+    twin.requires_grad_(False)
+    same(twin(rows(4)), twin.forward(rows(4)), "copy")
+    same(model(rows(4)), model.forward(rows(4)), "original again")
+
+
+def test_a_plain_attribute_that_changes() -> None:
+    """Of the model, a layer, a global or a closure: it is part of the compiled code."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = 2.0
+            self.drop = nn.Dropout(0.5)
+            self.drop.eval()
+            self.settings = {"bias": 1}
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.drop(out_attn(x, x, x)) * self.factor + self.settings["bias"]
+            return x * SCALE["value"]
+
+    model = Model()
+    compiled = warmed(model)
+    model.factor = 2.0 + 0.0
+    same(compiled(rows(4)), model(rows(4)), "the same value")
+
+    def broken(message: str) -> None:
+        for _ in range(2):
+            with pytest.raises(pw.ContractError, match=message):
+                compiled(rows(4))
+
+    model.factor = 3.0
+    broken(r"factor.* was 2\.0 when the model was traced")
+    model.factor = 2.0
+    model.drop.train()
+    broken("training.* was False")
+    model.drop.eval()
+    model.settings["bias"] = 2
+    broken(r"\['bias'\] was 1")
+    model.settings["bias"] = 1
+    SCALE["value"] = 5
+    try:
+        broken(r"SCALE.* was 1 ")
+    finally:
+        SCALE["value"] = 1
+    same(compiled(rows(4)), model(rows(4)), "all as it was")
+
+
+SCALE = {"value": 1}
+
+
+class Options:
+    """An object that is no dataclass."""
+
+    def __init__(self, mask: Tensor | None = None, scale: float = 2.0) -> None:
+        self.mask = mask
+        self.scale = scale
+        self.step = 0  # which the model does not look at
+
+
+def test_values_inside_of_an_object() -> None:
+    def model(x: Tensor, options: Options) -> Tensor:
+        x = out_attn(x, x, x) * options.scale
+        return x if options.mask is None else x * options.mask
+
+    compiled = compile(model)
+    for n in (4, 3):
+        options = Options()
+        options.step = n
+        same(compiled(rows(n), options), model(rows(n), options), f"{n}")
+    with pytest.raises(pw.ContractError, match=r"options.scale: expected 2\.0.* got 3\.0"):
+        compiled(rows(4), Options(scale=3.0))
+    with pytest.raises(pw.ContractError, match=r"options.mask: expected None, got a torch"):
+        compiled(rows(4), Options(mask=rows(4)))
+
+
+def test_order_of_keywords() -> None:
+    def model(x: Tensor, **named: Tensor) -> Tensor:
+        a, b = named.values()
+        return out_attn(x, a, a) / b
+
+    compiled = compile(model)
+    a, b = rows(4, seed=1), rows(4, seed=2)
+    same(compiled(rows(4), a=a, b=b), model(rows(4), a=a, b=b), "as traced")
+    with pytest.raises(
+        pw.ContractError, match=r"named: expected a dict with the keys \['a', 'b'\]"
+    ):
+        compiled(rows(4), b=b, a=a)
+
+
+def test_zero_has_a_sign() -> None:
+    def model(x: Tensor, value: float) -> Tensor:
+        return out_attn(x, x, x) + torch.full_like(x, value).reciprocal()
+
+    compiled = compile(model)
+    compiled(rows(4), 0.0)
+    with pytest.raises(pw.ContractError, match=r"value: expected 0\.0.* got -0\.0"):
+        compiled(rows(4), -0.0)
+
+
+def test_keys_that_are_no_strings() -> None:
+    with pytest.raises(pw.ContractError, match=r"d has the key <class 'int'>"):
+        compile(lambda x, d: out_attn(x, x, x) * d[int])(rows(4), {int: rows(4)})
+
+
+def test_a_dataclass_that_holds_itself() -> None:
+    @dataclasses.dataclass
+    class Node:
+        x: Tensor
+        next: Any = None
+        later: Tensor = dataclasses.field(init=False)
+
+    def model(node: Node) -> Tensor:
+        return out_attn(node.x, node.x, node.x)
+
+    compiled = compile(model)
+    for n in (4, 3):
+        node = Node(rows(n))
+        node.next = node
+        same(compiled(node), model(node), f"{n}")
+
+
+def decorated(function: Any) -> Any:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) * 2
+
+    return wrapper
+
+
+@pytest.mark.parametrize("decorate", [torch.no_grad(), decorated])
+def test_a_decorated_forward(decorate: Any) -> None:
+    class Model(Decoder):
+        @decorate
+        def forward(self, x: Tensor, *, bias: float = 1.0) -> Tensor:
+            return super().forward(x) + bias
+
+    model = Model()
+    for compiled in (compile(model), compile(model, dynamic_dims={"x": 0})):
+        for n in (4, 3, 1):
+            same(compiled(rows(n)), model(rows(n)), f"{n}")
+        with pytest.raises(pw.ContractError, match=r"bias: expected 1\.0"):
+            compiled(rows(4), bias=2.0)
+
+
+@pytest.mark.parametrize("decorate", [torch.no_grad(), decorated])
+def test_a_decorated_function(decorate: Any) -> None:
+    function = decorate(toy)
+    compiled = compile(function)
+    for n in (4, 3, 1):
+        same(compiled(rows(n)), function(rows(n)), f"{n}")
+
+
+def test_nothing_but_star_arguments() -> None:
+    class Model(Decoder):
+        def forward(self, *args: Tensor) -> Tensor:
+            return super().forward(args[0])
+
+    model = Model()
+    compiled = compile(model)
+    for n in (4, 3):
+        same(compiled(rows(n)), model(rows(n)), f"{n}")
+
+
+def test_compiled_in_compiled() -> None:
+    model = Decoder()
+    inner = warmed(model)
+    for outer in (pw.compile, torch.compile):
+        options = OPTIONS if outer is pw.compile else {"backend": "eager", "fullgraph": True}
+        compiled = outer(lambda x: inner(x) + 1, **options)
+        for n in (4, 3):
+            same(compiled(rows(n)), model(rows(n)) + 1, f"{n}")
+    assert compile(inner).original is model
+
+
+def test_attributes_are_set_on_the_original() -> None:
+    model = Decoder()
+    compiled = compile(model)
+    compiled.factor = 3
+    compiled.out = model.qkv
+    assert model.factor == 3
+    assert model.out is model.qkv
+
+
+def test_rebinding_while_another_thread_serves() -> None:
+    model = Decoder()
+    compiled = warmed(model)
+    is_done = threading.Event()
+    errors: list[BaseException] = []
+
+    def serve() -> None:
+        try:
+            with torch.no_grad(), quiet():
+                while not is_done.is_set():
+                    compiled(rows(3))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    with quiet():
+        thread.start()
+        for _ in range(4):
+            for layer in model.out:
+                layer.weight = nn.Parameter(-layer.weight, requires_grad=False)
+            compiled.rebind()
+    is_done.set()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    assert not errors
+    same(compiled(rows(3)), model(rows(3)), "afterwards")
+
+
+def test_a_stance_that_does_not_compile_now() -> None:
+    model = Decoder()
+    compiled = compile(model)
+    with torch.compiler.set_stance("eager_on_recompile"):
+        same(compiled(rows(4)), model(rows(4)), "eager")
+    with traces(1):
+        same(compiled(rows(4)), model(rows(4)), "compiled")
+
+
+def test_classes_that_cannot_be_compiled() -> None:
+    class NotCallable:
+        pass
+
+    with pytest.raises(pw.ConfigError, match="cannot be called"):
+        pw.compile(NotCallable)
 
 
 def test_attributes_of_other_objects_may_be_assigned() -> None:

@@ -183,6 +183,25 @@ def test_a_module_that_assigns_attributes_keeps_its_guards() -> None:
         same(model.last, expected.last, f"{n}, the attribute")
 
 
+def test_an_attribute_that_changes_after_sealing() -> None:
+    model = Decoder()
+    model.factor = 2
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) * self.inner.factor
+
+    compiled = sealed(Model())
+    compiled(rows(3))
+    model.factor = 3
+    with pytest.raises(pw.ContractError, match="factor was 2 when the model was traced"):
+        compiled(rows(3))
+
+
 def test_stance_force_eager() -> None:
     model = Decoder()
     compiled = sealed(model)

@@ -15,6 +15,7 @@ from piecewise_backend._torch.bytecode import (
     parameter_names,
     replace_graph_call,
     source_namespace,
+    stance_is_default,
     violated_guard,
     when_rewritten,
 )
@@ -102,6 +103,7 @@ __all__ = [
     "size_expr",
     "source_name",
     "source_namespace",
+    "stance_is_default",
     "tracing_once",
     "violated_guard",
     "weak_view",

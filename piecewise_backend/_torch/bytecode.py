@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import dis
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
@@ -38,6 +38,10 @@ class Rewritten:
     user's source line that asked."""
     assigned: tuple[str, ...]
     """Module attributes that the function assigns, as the user's program names them."""
+    aliases: tuple[tuple[str, str], ...]
+    """Names of sources that were one object: the graph has it once."""
+    looked_at: tuple[str, ...]
+    """Names of all sources of which the trace took something."""
 
     @property
     def original(self) -> CodeType | None:
@@ -64,6 +68,9 @@ def when_rewritten(function: Callable[[Rewritten], None]) -> None:
         return
     output = InstructionTranslator.current_tx().output
     shape_env, assigned = output.shape_env, _assigned_attributes(output.side_effects)
+    found = list(TracingContext.get().guards_context.dynamo_guards)
+    aliases = tuple(_aliases(found))
+    looked_at = tuple(dict.fromkeys(_source_text(guard.originating_source) for guard in found))
     original = output.root_tx.f_code
     if stale := _handles.pop(original, None):  # of a trace that failed after the backend
         stale.remove()
@@ -75,13 +82,24 @@ def when_rewritten(function: Callable[[Rewritten], None]) -> None:
                 (shape_env.replace(guard.expr), _location(guard)) for guard in shape_env.guards
             )
             written = weakref.ref(new_code)
-            function(Rewritten(weakref.ref(code), written, conditions, assigned))
+            function(
+                Rewritten(weakref.ref(code), written, conditions, assigned, aliases, looked_at)
+            )
 
     _handles[original] = convert_frame.register_bytecode_hook(hook)
 
 
 def _location(guard: Any) -> str:
     return str(guard.sloc.maybe_user_loc or guard.sloc.framework_loc or "")
+
+
+def _aliases(found: Any) -> Iterator[tuple[str, str]]:
+    """From the guards which say that two sources are one object."""
+    for guard in found:
+        function = guard.create_fn
+        if getattr(function, "func", None) is guards.GuardBuilder.DUPLICATE_INPUT:
+            other = function.keywords["source_b"]
+            yield _source_text(guard.originating_source), _source_text(other)
 
 
 def _assigned_attributes(side_effects: Any) -> tuple[str, ...]:
@@ -96,7 +114,7 @@ def _assigned_attributes(side_effects: Any) -> tuple[str, ...]:
 
 
 def _source_text(source: Any) -> str:
-    name = source.name  # a method before torch 2.13
+    name = getattr(source, "name", "")  # a method before torch 2.13
     return str(name() if callable(name) else name)
 
 
@@ -182,6 +200,11 @@ def _load(name: str, options: dict[str, Any]) -> Instruction:
 def source_namespace() -> dict[str, Any]:
     """The helpers that Dynamo's names of sources call."""
     return dict(guards._get_closure_vars())
+
+
+def stance_is_default() -> bool:
+    """`torch.compiler.set_stance` asks for nothing. There is no public getter."""
+    return _eval_frame._stance.stance == "default"
 
 
 def eager_is_forced() -> bool:
