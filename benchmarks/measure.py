@@ -79,20 +79,32 @@ def time_steps(
     seconds_per_sample: float,
 ) -> dict[str, Timing]:
     """Time all contenders in turns. See Note [Step time]."""
-    num_steps = {
-        name: _steps_for(seconds_per_sample, step, device) for name, step in contenders.items()
-    }
+    num_steps = {}
+    for name, step in contenders.items():
+        with _named(name):
+            num_steps[name] = _steps_for(seconds_per_sample, step, device)
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     order = list(contenders)
     with _collector_off():
         for _ in range(num_samples):
             for name in order:
-                taken[name].append(_sample(contenders[name], num_steps[name], device))
+                with _named(name):
+                    taken[name].append(_sample(contenders[name], num_steps[name], device))
             order = [*order[1:], order[0]]
     return {
         name: Timing(tuple(s for s, _ in pairs), tuple(s for _, s in pairs), num_steps[name])
         for name, pairs in taken.items()
     }
+
+
+@contextmanager
+def _named(contender: str) -> Iterator[None]:
+    """An error on the device shows when it is waited for: say whose turn it was."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"while timing {contender!r}")
+        raise
 
 
 def _steps_for(seconds: float, step: Callable[[], object], device: torch.device) -> int:
