@@ -250,6 +250,11 @@ def _compile_class(
     call_original = target.__call__
 
     def compiled_of(self: Any) -> Compiled:
+        if not hasattr(self, "__dict__"):
+            raise ConfigError(
+                f"{type(self).__qualname__} has __slots__, which leave no room for what is "
+                "compiled; add '__dict__' to them"
+            )
         own = self.__dict__.get(_ATTRIBUTE)
         if own is None or own.instance is not self:  # a shallow copy has that of the original
             method = self.forward if is_module else MethodType(call_original, self)

@@ -129,6 +129,11 @@ class _Links:
 
     def _look_up(self, node: ast.expr) -> Any:
         if isinstance(node, ast.Name):
+            if node.id not in self._namespace:
+                raise ContractError(
+                    f"the graph takes {node.id}, which is made anew for every call, such as a "
+                    "random number of Python's; draw it outside of the model and pass it in"
+                )
             return self._namespace[node.id]
         if isinstance(node, ast.Attribute):
             return self._attribute(self.follow(node.value), node.attr)

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import gc
 import pickle
+import random
 import threading
 import weakref
 from collections.abc import Iterator
@@ -925,6 +926,24 @@ def test_classes_that_cannot_be_compiled() -> None:
 
     with pytest.raises(pw.ConfigError, match="cannot be called"):
         pw.compile(NotCallable)
+
+    @pw.compile(**OPTIONS)
+    class Slots:
+        __slots__ = ("factor",)
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return x
+
+    with pytest.raises(pw.ConfigError, match="has __slots__"):
+        Slots()(rows(4))
+
+
+def test_random_numbers_of_python() -> None:
+    def model(x: Tensor) -> Tensor:
+        return out_attn(x, x, x) * random.randint(1, 100)
+
+    with pytest.raises(pw.ContractError, match="random number of Python's"):
+        compile(model)(rows(4))
 
 
 def test_attributes_of_other_objects_may_be_assigned() -> None:
