@@ -110,9 +110,9 @@ def is_dataclass_instance(value: Any) -> bool:
 
 def _hides_its_parameters(function: FunctionType) -> bool:
     """A decorator's `*args`: `self` is in there, and no parameter has a name."""
-    return hasattr(function, "__wrapped__") or _torch.parameter_names(function.__code__)[:1] == (
-        "args",
-    )
+    code = function.__code__
+    has_only_args = code.co_argcount == 0 and bool(code.co_flags & inspect.CO_VARARGS)
+    return hasattr(function, "__wrapped__") or has_only_args
 
 
 _STARS: dict[Any, str] = {
