@@ -175,11 +175,16 @@ class Compiled:
             session = Session.of(_torch.scope_of(self.traced))
             if not session.runtimes and not _torch.stance_is_default():
                 return result  # it was asked not to compile now
-            self._call = self._without_guards(session, before)
+            try:
+                self._call = self._without_guards(session, before)
+            except ContractError:  # what could not be used must not serve the next attempt
+                _torch.forget_traces(self._subject.function.__code__)
+                session.forget_runtimes()
+                raise
             return result
 
     def _go_through_dynamo(self, args: Any, kwargs: Any, parameters: Any = None) -> Any:
-        if hooked := reason_in_hooks(self.original):
+        if hooked := reason_in_hooks(self._subject.instance):
             raise ContractError(f"{hooked}, which would not be called; register it on a submodule")
         if not Session.of(_torch.scope_of(self.traced)).is_tracing:  # else warm-up has marked them
             self._dims.mark(parameters or self._subject.parameters(args, kwargs))
@@ -208,7 +213,7 @@ class Compiled:
         self.entry = make_entry(runtime, rewritten, self._subject, parameters)
         self.runtime = runtime
         session.guards_kept = ""
-        session.on_reset.append(_weakly(self._forget))
+        session.call_on_reset(self._forget)
         # Not needed any more, and it holds what the trace read.
         code = self._subject.function.__code__
         if self._config.check_guards:
@@ -273,6 +278,10 @@ def _compile_class(
 
 
 def _subject_of(target: Any) -> Subject:
+    if isinstance(target, nn.Module) and _torch.original_of(target) is not target:
+        raise ConfigError(
+            f"{_name_of(target)} is what torch.compile returned; pass the module that it was given"
+        )
     function = target.forward if isinstance(target, nn.Module) else target
     subject = Subject.of(function) or Subject.of(getattr(function, "__call__", None))  # noqa: B004
     if subject is None:
@@ -284,13 +293,3 @@ def _subject_of(target: Any) -> Subject:
 
 def _name_of(target: Any) -> str:
     return str(getattr(target, "__qualname__", None) or type(target).__qualname__)
-
-
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    reference = weakref.WeakMethod(method)
-
-    def call() -> None:
-        if (alive := reference()) is not None:
-            alive()
-
-    return call

@@ -40,8 +40,7 @@ class Session:
         """Called once, when nothing may compile any more."""
         self.on_unseal: list[Callable[[], None]] = []
         """Called once, when something may compile again."""
-        self.on_reset: list[Callable[[], None]] = []
-        """Called once, when Dynamo forgets what it traced."""
+        self._on_reset: list[Callable[[], None]] = []
         self._runtimes: list[weakref.ref[Runtime]] = []
         _sessions.add(self)
 
@@ -97,8 +96,22 @@ class Session:
         """Dynamo has forgotten what it traced, of every model."""
         for session in list(_sessions):
             _call_once(session.on_unseal)
-            _call_once(session.on_reset)
-            session._runtimes.clear()
+            _call_once(session._on_reset)
+            session.forget_runtimes()
+
+    def call_on_reset(self, method: Callable[[], None]) -> None:
+        """Call a bound method once, when Dynamo forgets what it traced, if its object lives."""
+        reference = weakref.WeakMethod(method)
+
+        def call() -> None:
+            if (alive := reference()) is not None:
+                alive()
+
+        self._on_reset.append(call)
+
+    def forget_runtimes(self) -> None:
+        """What was traced serves nobody any more, though it may not be collected yet."""
+        self._runtimes.clear()
 
     @contextlib.contextmanager
     def phase(self, *, tracing: bool = False, capturing: bool = False) -> Iterator[None]:
