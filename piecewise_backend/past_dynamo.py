@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from piecewise_backend import _torch
@@ -78,6 +79,8 @@ class _LastGuarded:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         guarded = getattr(self, _torch.GUARDED)
+        if torch.compiler.is_compiling():  # part of a larger model that is being traced
+            return guarded(*args, **kwargs)
         parameters = snapshot(self._subject.parameters(args, kwargs))
         result = guarded(*args, **kwargs)
         attributes = self._owner().__dict__
@@ -92,7 +95,7 @@ class _LastGuarded:
         entry = make_entry(self._runtime, rewritten, self._subject, parameters).call
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if _torch.eager_is_forced():
+            if torch.compiler.is_compiling() or _torch.eager_is_forced():
                 return guarded(*args, **kwargs)
             return entry(*args, **kwargs)
 

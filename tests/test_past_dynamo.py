@@ -202,6 +202,19 @@ def test_an_attribute_that_changes_after_sealing() -> None:
         compiled(rows(3))
 
 
+@pytest.mark.parametrize("calls", [0, 2])
+def test_a_sealed_module_inside_of_a_larger_one(calls: int) -> None:
+    model = Decoder()
+    inner = compile(model)
+    pw.warmup(inner, of_rows())
+    for _ in range(calls):
+        inner(rows(4))
+    outer = torch.compile(lambda x: inner(x) + 1, backend="eager", fullgraph=True)
+    for n in (4, 3):
+        same(outer(rows(n)), model(rows(n)) + 1, f"{n}")
+    same(inner(rows(4)), model(rows(4)), "by itself")
+
+
 def test_stance_force_eager() -> None:
     model = Decoder()
     compiled = sealed(model)
