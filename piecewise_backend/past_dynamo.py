@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from piecewise_backend import _torch
@@ -79,8 +78,6 @@ class _LastGuarded:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         guarded = getattr(self, _torch.GUARDED)
-        if torch.compiler.is_compiling():  # part of a larger model that is being traced
-            return guarded(*args, **kwargs)
         parameters = snapshot(self._subject.parameters(args, kwargs))
         result = guarded(*args, **kwargs)
         attributes = self._owner().__dict__
@@ -95,7 +92,7 @@ class _LastGuarded:
         entry = make_entry(self._runtime, rewritten, self._subject, parameters).call
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or _torch.eager_is_forced():
+            if _torch.eager_is_forced():
                 return guarded(*args, **kwargs)
             return entry(*args, **kwargs)
 
