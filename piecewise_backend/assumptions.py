@@ -8,33 +8,10 @@ Knows nothing of how calls are served.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
-
 from piecewise_backend import _torch
 from piecewise_backend.decompiled import decompiled, lines_around
 from piecewise_backend.errors import ContractError
 from piecewise_backend.sizes import SizeFunction, Sizes, TokenDim
-
-
-class Arguments(Protocol):
-    """Where code without guards takes the graph's arguments from."""
-
-    @property
-    def values(self) -> list[Any]:
-        """One per graph input; what belongs to the model is there already."""
-        ...
-
-    @property
-    def varying(self) -> Sequence[int]:
-        """Positions of what comes with each call."""
-        ...
-
-    @property
-    def collect(self) -> Callable[..., list[Any]]:
-        """`collect(values, *parameters)` completes `values` from the parameters of a call, or
-        raises ContractError if it is not a call that the code was made for."""
-        ...
 
 
 class Assumptions:

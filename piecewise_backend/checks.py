@@ -8,7 +8,7 @@ Knows nothing of graphs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -33,24 +33,26 @@ class Check:
     """A python condition: true if the call breaks the contract."""
     expected: str
     fix: str = AS_TRACED
+    is_of_tensors: bool = False
+    """It holds for tensors that the check in C++ lets pass."""
 
 
 class ValueChecks:
     """Makes checks, and keeps what their conditions refer to."""
 
-    def __init__(self, varying: Collection[str], state: Sequence[torch.Tensor]) -> None:
+    def __init__(self, varying: Collection[str], state: Mapping[str, torch.Tensor]) -> None:
         """For one call.
 
         Args:
             varying: expressions of the graph's inputs: a number among them may vary.
-            state: tensors that a parameter may be, too.
+            state: tensors that a parameter may be, too, by expression.
         """
         self.namespace = _torch.source_namespace() | {"Tensor_": torch.Tensor, "torch_": torch}
         """What conditions refer to beside the parameters."""
-        self.shapes: dict[str, str] = {}
-        """By expression of a tensor, the name of its shape once its check has passed."""
+        self.tensors: dict[str, int] = {}
+        """Ranks by expression, of all that checks say is a tensor."""
         self._varying = varying
-        self._first = {id(tensor): self.bind(tensor) for tensor in state}
+        self._first = {id(tensor): text for text, tensor in state.items()}
         self._visiting: set[int] = set()
 
     def visit(self, expression: str, value: Any) -> Iterator[Check]:
@@ -86,14 +88,14 @@ class ValueChecks:
 
     def tensor(self, expression: str, value: torch.Tensor) -> Check:
         """Kind, dtype, device and rank of a tensor."""
-        shape = self.shapes.setdefault(expression, f"s{len(self.shapes)}")
+        self.tensors[expression] = value.dim()
         broken = (
             f"not isinstance({expression}, Tensor_) or {expression}.dtype is not "
             f"{self.bind(value.dtype)} or {_is_elsewhere(expression, value.device)} "
-            f"or len({shape} := {expression}.shape) != {value.dim()}"
+            f"or {expression}.dim() != {value.dim()}"
         )
         expected = f"a {value.dtype} tensor of rank {value.dim()} on {value.device}"
-        return Check(expression, broken, expected)
+        return Check(expression, broken, expected, is_of_tensors=True)
 
     def _type(self, expression: str, value: Any) -> Check:
         broken = f"type({expression}) is not {self.bind(type(value))}"

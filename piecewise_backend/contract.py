@@ -57,6 +57,12 @@ class CallInputs:
         sizes = (_shown(symbol, found | kept) for symbol in token_dim.symbols)
         return cls(found, tuple(sizes), token_dim)
 
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Dynamo's fakes of the tensors among them, by expression."""
+        found = ((text, item.example) for text, item in self.inputs.items())
+        return {text: fake for text, fake in found if isinstance(fake, torch.Tensor)}
+
     def size_text(self, size: int | torch.SymInt) -> str:
         """A size of one of Dynamo's fakes over the names n0, n1, ... of the size symbols."""
         names = {symbol: f"n{i}" for i, symbol in enumerate(self.token_dim.symbols)}
@@ -77,7 +83,7 @@ class Contract:
         parameters: Mapping[str, Any],
         own: str | None,
         calls: CallInputs,
-        state: Sequence[torch.Tensor],
+        state: Mapping[int, torch.Tensor],
         device: torch.device,
         looked_at: Sequence[str] = (),
     ) -> None:
@@ -87,33 +93,51 @@ class Contract:
             parameters: of that call, by name; `*args` and `**kwargs` are a tuple and a dict.
             own: the name of `self`, if the function is a method.
             calls: the graph inputs among the parameters.
-            state: the other graph inputs.
+            state: the other graph inputs, by position.
             device: of the graph.
             looked_at: Dynamo's names of what the trace took something from, inside of
                 parameters.
         """
         self.names = tuple(map(parameter_name, parameters))
         self._calls = calls
-        self._checks = ValueChecks(calls.inputs, state)
+        texts = {f"args_[{position}]": tensor for position, tensor in state.items()}
+        self._checks = ValueChecks(calls.inputs, texts)
         kinds = tuple(self._kinds(parameters, own, looked_at))
-        self.kinds = (*kinds, *self._modes(state, device))
-        """To be checked first, in order."""
-        self.sizes = tuple(self._sizes())
-        """To be checked once n0, n1, ... have the values of the size symbols."""
+        self._all_kinds = (*kinds, *self._modes(list(state.values()), device))
+        self._all_sizes = tuple(self._sizes())
+        self.tensors = tuple(self._checks.tensors)
+        """Expressions over the parameters."""
+        self.tensor_check = _torch.TensorCheck([self._expected_sizes(t) for t in self.tensors])
 
     @property
     def namespace(self) -> dict[str, Any]:
-        """What the conditions refer to beside the parameters."""
-        return self._checks.namespace
+        """What `statements` refer to beside the parameters."""
+        own = {"explain_": self.explain, "look_again_": self.look_again}
+        return self._checks.namespace | own | {"tensors_": self.tensor_check}
 
-    def size_symbols(self) -> list[str]:
-        """Where n0, n1, ... come from, once kinds are checked: shapes have names by then."""
-        texts = []
-        for text in self._calls.sizes:
-            tensor, _, dim = text.rpartition(".size(")
-            shape = self._checks.shapes.get(tensor)
-            texts.append(text if shape is None else f"{shape}[{dim.removesuffix(')')}]")
-        return texts
+    def statements(self) -> list[str]:
+        """Generated code that every call runs: it raises, or leaves n0, n1, ... with the values
+        of the size symbols. The names `explain_` and `look_again_` are its methods of the kind.
+        """
+        given = ", ".join(("args_", *self.names))
+        kinds = [check.broken for check in self._all_kinds if not check.is_of_tensors]
+        sizes = [check.broken for check in self._all_sizes if not check.is_of_tensors]
+        lines = [f"if {' or '.join(kinds)}: explain_({given})"] if kinds else []
+        if self.tensors:
+            tensors = ", ".join(self.tensors)
+            lines.append(f"if not tensors_.passes({tensors}): look_again_({given})")
+        lines += [f"n{i} = {text}" for i, text in enumerate(self._calls.sizes)]
+        return lines + ([f"if {' or '.join(sizes)}: explain_({given})"] if sizes else [])
+
+    def look_again(self, *given: Any) -> None:
+        """Called when the check in C++ refuses the tensors of a call: it refuses too much.
+
+        Raises:
+            ContractError: what was expected and what was given.
+        """
+        self.explain(*given)
+        namespace = self._named(given)
+        self.tensor_check.expect(*(eval(text, namespace) for text in self.tensors))
 
     def explain(self, *given: Any) -> None:
         """Called when a condition says that a call is broken.
@@ -121,11 +145,14 @@ class Contract:
         Raises:
             ContractError: what was expected and what was given.
         """
-        namespace = self._checks.namespace | dict(zip(("args_", *self.names), given, strict=True))
-        self._raise_first(self.kinds, namespace)
+        namespace = self._named(given)
+        self._raise_first(self._all_kinds, namespace)
         for i, text in enumerate(self._calls.sizes):
             namespace[f"n{i}"] = eval(text, namespace)
-        self._raise_first(self.sizes, namespace)
+        self._raise_first(self._all_sizes, namespace)
+
+    def _named(self, given: Sequence[Any]) -> dict[str, Any]:
+        return self._checks.namespace | dict(zip(("args_", *self.names), given, strict=True))
 
     def _raise_first(self, checks: Sequence[Check], namespace: dict[str, Any]) -> None:
         for check in checks:
@@ -153,9 +180,9 @@ class Contract:
                 hooks = f"{parameter_name(own)}.{name}"
                 fix = "they would not be called; register them on submodules before the trace"
                 yield Check(hooks, hooks, "no hooks on the compiled module", fix)
-        for expression, item in self._calls.inputs.items():
-            if expression not in seen and isinstance(item.example, torch.Tensor):
-                yield self._checks.tensor(expression, item.example)  # from inside of an object
+        for expression, example in self._calls.tensors.items():
+            if expression not in seen:
+                yield self._checks.tensor(expression, example)  # from inside of an object
                 seen.add(expression)
         named = {parameter_name(name): value for name, value in parameters.items()}
         for source in looked_at:
@@ -176,27 +203,26 @@ class Contract:
         mode = f"torch_.is_autocast_enabled({device.type!r})"
         traced = torch.is_autocast_enabled(device.type)
         fix = "call it in the autocast mode of its trace"
-        yield Check(mode, f"{mode} is not {traced}", str(traced), fix)
+        tensors = self._calls.tensors.values()
+        is_seen = any(tensor.device.type == device.type for tensor in tensors)
+        yield Check(mode, f"{mode} is not {traced}", str(traced), fix, is_of_tensors=is_seen)
         if traced:
             kind = f"torch_.get_autocast_dtype({device.type!r})"
             dtype = torch.get_autocast_dtype(device.type)
             yield Check(kind, f"{kind} is not {self._checks.bind(dtype)}", str(dtype), fix)
-        wanted = [
-            f"{text}.requires_grad"
-            for text, item in self._calls.inputs.items()
-            if isinstance(item.example, torch.Tensor)
-        ]
-        wanted += ["True"] if any(tensor.requires_grad for tensor in state) else []
+        wanted = ["True"] if any(tensor.requires_grad for tensor in state) else []
+        is_seen = not wanted
+        wanted += [f"{text}.requires_grad" for text in self._calls.tensors]
         if wanted:
             fix = "nothing is differentiated here: call it under torch.no_grad()"
             broken = f"torch_.is_grad_enabled() and ({' or '.join(wanted)})"
-            yield Check("torch_.is_grad_enabled()", broken, "no gradients to be required", fix)
+            expected = "no gradients to be required"
+            yield Check("torch_.is_grad_enabled()", broken, expected, fix, is_of_tensors=is_seen)
 
     def _sizes(self) -> Iterator[Check]:
-        for expression, item in self._calls.inputs.items():
-            shape = item.example.shape if isinstance(item.example, torch.Tensor) else ()
-            for dim, size in enumerate(shape):
-                text = f"{expression}.size({dim})"
+        for expression, example in self._calls.tensors.items():
+            for dim, size in enumerate(example.shape):
+                text = f"{expression}.shape[{dim}]"
                 if text in self._calls.sizes:
                     continue
                 name = re.split(r"[.\[]", user_name(expression))[0]
@@ -204,10 +230,15 @@ class Contract:
                 fix = (
                     f"mark it dynamic: dynamic_dims={{{name!r}: {dim}}}" if is_static else AS_TRACED
                 )
-                broken = (
-                    f"{self._checks.shapes[expression]}[{dim}] != {self._calls.size_text(size)}"
-                )
-                yield Check(text, broken, self._calls.size_for_people(size), fix)
+                broken = f"{text} != {self._calls.size_text(size)}"
+                expected = self._calls.size_for_people(size)
+                yield Check(text, broken, expected, fix, is_of_tensors=is_static)
+
+    def _expected_sizes(self, expression: str) -> list[int | None]:
+        example = self._calls.tensors.get(expression)
+        if example is None:  # given, but not to the graph
+            return [None] * self._checks.tensors[expression]
+        return [None if isinstance(size, torch.SymInt) else size for size in example.shape]
 
 
 def _shown(symbol: sympy.Symbol, inputs: Mapping[str, GraphInput]) -> str:
@@ -217,7 +248,7 @@ def _shown(symbol: sympy.Symbol, inputs: Mapping[str, GraphInput]) -> str:
         if isinstance(item.example, torch.Tensor):
             for dim, size in enumerate(item.example.shape):
                 if _torch.size_expr(size) == symbol:
-                    return f"{text}.size({dim})"
+                    return f"{text}.shape[{dim}]"
         elif isinstance(item.example, torch.SymInt) and _torch.size_expr(item.example) == symbol:
             numbers.append(text)
     if not numbers:

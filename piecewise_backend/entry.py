@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,26 +62,21 @@ class InstanceArguments:
         state = ModelState(names, namespace, subject.cells, aliases, outside)
         self.values: list[Any] = [state.values.get(i) for i in range(len(inputs))]
         """One per graph input; what belongs to the model is there already."""
-        self.varying = tuple(i for i in range(len(inputs)) if i not in names)
-        """Positions of what comes with each call."""
+        self._varying = tuple(i for i in range(len(inputs)) if i not in names)
         calls = CallInputs.of(inputs, runtime.graph.token_dim, state.values)
-        tensors = list(state.values.values())
-        contract = Contract(parameters, own, calls, tensors, runtime.graph.device, inside)
+        contract = Contract(parameters, own, calls, state.values, runtime.graph.device, inside)
         self.collect = self._write_collect(runtime, calls, contract, state)
+        """`collect(values, *parameters)` completes `values` from the parameters of a call, or
+        raises ContractError if it is not a call that the code was made for."""
+        self.call = self._write_call(runtime, contract.names)
+        """Called with the parameters of the model, in order; returns what the graph returns."""
 
     def _write_collect(
         self, runtime: Runtime, calls: CallInputs, contract: Contract, state: ModelState
     ) -> Callable[..., list[Any]]:
-        """`collect(args_, *parameters)`: generated, because every call runs it."""
-        given = ", ".join(contract.names)
-        lines = ["if state_.was_replaced(): fetch_(args_)"]
-        broken = [check.broken for check in contract.kinds]
-        lines += [f"if {' or '.join(broken)}: explain_(args_, {given})"] if broken else []
-        lines += [f"n{i} = {text}" for i, text in enumerate(contract.size_symbols())]
-        broken = [check.broken for check in contract.sizes]
-        lines += [f"if {' or '.join(broken)}: explain_(args_, {given})"] if broken else []
+        lines = ["if state_.was_replaced(): fetch_(args_)", *contract.statements()]
         expressions = {id(item): text for text, item in calls.inputs.items()}
-        for position in self.varying:
+        for position in self._varying:
             item = runtime.graph.split.inputs[position]
             if isinstance(item.example, torch.SymInt):
                 value = calls.size_text(item.example)
@@ -90,11 +85,34 @@ class InstanceArguments:
             lines.append(f"args_[{position}] = {value}")
         body = "".join(f"    {line}\n" for line in [*lines, "return args_"])
         fetch = _fetch_function(runtime, state, self.values)
-        names = {"state_": state, "fetch_": fetch, "explain_": contract.explain}
-        namespace = contract.namespace | names
-        source = f"def collect(args_, {given}):\n{body}"
+        namespace = contract.namespace | {"state_": state, "fetch_": fetch}
+        source = f"def collect({', '.join(('args_', *contract.names))}):\n{body}"
         exec(compile(source, "<piecewise contract>", "exec"), namespace)
         return namespace.pop("collect")  # type: ignore[no-any-return]  # no cycle
+
+    def _write_call(self, runtime: Runtime, names: Sequence[str]) -> Callable[..., Any]:
+        given = ", ".join(names)
+        # The caller's tensors are not ours to keep.
+        release = "".join(f"kept_[{i}] = " for i in self._varying) + "None"
+        source = f"""def call({given}):
+    if not enter_():
+        return run_nested_(collect_(kept_.copy(), {given}))
+    try:
+        return run_(collect_(kept_, {given}))
+    finally:
+        {release}
+        leave_()
+"""
+        namespace: dict[str, Any] = {
+            "enter_": runtime.turns.enter,
+            "leave_": runtime.turns.leave,
+            "run_": runtime.run,
+            "run_nested_": runtime.run_nested,
+            "collect_": self.collect,
+            "kept_": self.values,
+        }
+        exec(compile(source, "<piecewise call>", "exec"), namespace)
+        return namespace.pop("call")  # type: ignore[no-any-return]  # no cycle
 
 
 def _fetch_function(
@@ -135,11 +153,12 @@ def make_entry(
         ContractError: the graph reads something that is not known from its name alone.
     """
     arguments = InstanceArguments(runtime, rewritten, subject, parameters)
-    call = runtime.call_of_instance(arguments)
+    call = arguments.call
     assert rewritten.code is not None, "a call has just come through it"
     own, namespace = subject.function.__code__.co_names, subject.function.__globals__
     # The collector does not look into code: a model that holds its own entry would never go.
     code = _torch.replace_graph_call(rewritten.code, weakref.proxy(call), own, namespace)
+    code = code.replace(co_filename=f"<piecewise {code.co_qualname}>")  # not the user's lines
     made = subject.with_code(code)
     made.function.__dict__["call"] = call
     return Entry(made.callable, arguments)

@@ -16,7 +16,12 @@ from piecewise_backend.sizes import Sizes
 from piecewise_backend.statistics import Statistics
 
 _NEVER_REPORTED = {FallbackReason.DISABLED, FallbackReason.NO_GRAPHS_ON_DEVICE}
-_NOT_THE_USERS = (str(Path(__file__).parent), "/torch/_dynamo/", "/torch/nn/modules/")
+_NOT_THE_USERS = (
+    str(Path(__file__).parent),
+    "<piecewise ",  # generated code
+    "/torch/_dynamo/",
+    "/torch/nn/modules/",
+)
 
 
 class Fallbacks:

@@ -104,7 +104,7 @@ class Compiled:
             ContractError: the model cannot be traced as one graph, the call breaks the
                 contract, or it would compile something after sealing.
         """
-        if torch.compiler.is_compiling() or _torch.eager_is_forced():
+        if torch.compiler.is_dynamo_compiling() or _torch.original_is_wanted():
             return self.original(*args, **kwargs)  # part of what is traced, or switched off
         return self._call(*args, **kwargs)
 

@@ -92,7 +92,7 @@ class _LastGuarded:
         entry = make_entry(self._runtime, rewritten, self._subject, parameters).call
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if _torch.eager_is_forced():
+            if _torch.original_is_wanted():
                 return guarded(*args, **kwargs)
             return entry(*args, **kwargs)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from piecewise_backend import _torch
-from piecewise_backend.assumptions import Arguments, Assumptions, refuse_assignments
+from piecewise_backend.assumptions import Assumptions, refuse_assignments
 from piecewise_backend.batch import FallbackReason
 from piecewise_backend.capture import CapturedSize
 from piecewise_backend.captures import OF_ANOTHER_INSTANCE, Captures
@@ -75,7 +75,7 @@ class Runtime:
         )
         self._parked: list[Captures] = []
         self._fallbacks = Fallbacks(self.statistics, config.on_fallback)
-        self._turns = Turns(graph.device)
+        self.turns = Turns(graph.device)
         self._key_of = graph.token_dim.key_function()
         self.rewritten: _torch.Rewritten | None = None
         """What Dynamo made of the function; None until it is done with it."""
@@ -85,36 +85,20 @@ class Runtime:
         self._dynamic_numbers = SizeFunction(graph.split.symbols, exprs)
         self._dynamic_bindings: dict[Sizes, DynamicBinding] = {}
         dump.write("plan_dynamic.py", plan.source)
-        self._run = self._make_run()
+        self.run = self._make_run()
+        """Serves one call whose turn it is, with a list of the graph's arguments."""
         self.call = self._make_call()
 
     def _make_call(self) -> Callable[..., Any]:
         """The function that Dynamo's code calls, with the graph's arguments."""
-        enter, leave, run = self._turns.enter, self._turns.leave, self._run
+        enter, leave, run = self.turns.enter, self.turns.leave, self.run
 
         def call(*args: Any) -> Any:
             if not enter():
-                return self._nested(args)
+                return self.run_nested(args)
             try:
                 return run(list(args))
             finally:
-                leave()
-
-        return call
-
-    def call_of_instance(self, arguments: Arguments) -> Callable[..., Any]:
-        """The function that code without guards calls, with the parameters of the model."""
-        enter, leave, run = self._turns.enter, self._turns.leave, self._run
-        collect, kept, varying = arguments.collect, arguments.values, arguments.varying
-
-        def call(*given: Any) -> Any:
-            if not enter():
-                return self._nested(collect(kept.copy(), *given))
-            try:
-                return run(collect(kept, *given))
-            finally:
-                for position in varying:  # the caller's tensors are not ours to keep
-                    kept[position] = None
                 leave()
 
         return call
@@ -139,7 +123,7 @@ class Runtime:
 
         return run
 
-    def _nested(self, args: Args) -> Any:
+    def run_nested(self, args: Args) -> Any:
         """The model was called by one of its own split ops: the buffers are in use."""
         sizes = self.graph.token_dim.read(args)
         return self._fall_back(args, sizes, FallbackReason.NESTED_CALL)

@@ -208,6 +208,26 @@ def rows(num_tokens: int, width: int = 4, *, seed: int = 0, dtype: Any = torch.f
     return torch.randn(num_tokens, width, generator=generator).add_(3).to(dtype)
 
 
+def new_data(model: nn.Module) -> None:
+    """Other memory under the same parameters."""
+    for p in model.parameters():
+        p.data = p.data * 1.5
+
+
+def new_parameters(model: nn.Module) -> None:
+    """Other parameters under the same names."""
+    for module in model.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(p * 1.5, requires_grad=False))
+
+
+def assigned_state(model: nn.Module) -> None:
+    """A checkpoint that is not copied into the parameters but takes their place."""
+    state = {name: p * 1.5 for name, p in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    model.requires_grad_(False)
+
+
 class Decoder(nn.Module):
     """Layers of linear, out-style attention and linear, with a residual stream."""
 

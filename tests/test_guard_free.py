@@ -21,7 +21,18 @@ import torch
 from torch import Tensor, nn
 
 import piecewise_backend as pw
-from tests.helpers import CAPTURE_SIZES, SPLIT_OPS, Decoder, fresh, out_attn, rows, same
+from tests.helpers import (
+    CAPTURE_SIZES,
+    SPLIT_OPS,
+    Decoder,
+    assigned_state,
+    fresh,
+    new_data,
+    new_parameters,
+    out_attn,
+    rows,
+    same,
+)
 from tests.runtime_helpers import fallbacks, num_replays, of_rows, quiet, toy
 
 OPTIONS: dict[str, Any] = {
@@ -235,7 +246,7 @@ def test_dimensions_by_name() -> None:
     with quiet():  # it sums over tokens
         for n in (4, 3, 8, 1):
             same(compiled(rows(n), table), model(rows(n), table), f"{n}")
-    with pytest.raises(pw.ContractError, match=r"table\.size\(0\): expected 6, got 5"):
+    with pytest.raises(pw.ContractError, match=r"table\.shape\[0\]: expected 6, got 5"):
         compiled(rows(4), rows(5))
 
 
@@ -263,9 +274,9 @@ def branching(x: Tensor, y: Tensor | None = None, n: int = 2, name: str = "a") -
     [
         (lambda x, y: ((x.double(), y), {}), r"x: expected a torch.float32 tensor .*float64"),
         (lambda x, y: ((x, None), {}), r"y: expected a torch.float32 tensor .* got None"),
-        (lambda x, y: ((x[:, :3], y), {}), r"x.size\(1\): expected 4, got 3"),
+        (lambda x, y: ((x[:, :3], y), {}), r"x.shape\[1\]: expected 4, got 3"),
         (lambda x, y: ((x[:, 0], y), {}), r"x: expected .* rank 2 .* shape \(4,\)"),
-        (lambda x, y: ((x, y[:3]), {}), r"[xy].size\(0\): expected [xy].size\(0\), got [34]"),
+        (lambda x, y: ((x, y[:3]), {}), r"[xy].shape\[0\]: expected [xy].shape\[0\], got [34]"),
         (lambda x, y: ((x, y, 3), {}), r"n: expected 2, which is part of the compiled code, got 3"),
         (lambda x, y: ((x, y, 2.0), {}), r"n: expected 2, .* got 2.0"),
         (lambda x, y: ((x, y), {"name": "b"}), r"name: expected 'a', .* got 'b'"),
@@ -357,6 +368,34 @@ def test_gradients() -> None:
     compiled(x)
 
 
+def test_tensors_made_in_inference_mode_and_not_in_turn() -> None:
+    compiled = warmed(toy)
+    for call in range(3):
+        with torch.inference_mode():
+            same(compiled(rows(5, seed=call)), toy(rows(5, seed=call)), "inference mode")
+        same(compiled(rows(5, seed=call)), toy(rows(5, seed=call)), "no_grad")
+    assert num_replays(compiled.report()) == 6
+
+
+def test_one_tensor_given_twice() -> None:
+    def model(x: Tensor, y: Tensor) -> Tensor:
+        return out_attn(x, x, x) + y
+
+    compiled = compile(model)
+    compiled.warmup(lambda d: (rows(d.num_tokens), rows(d.num_tokens, seed=1)))
+    x = rows(4, seed=2)
+    same(compiled(x, x), model(x, x), "twice")
+    same(compiled(x, rows(4)), model(x, rows(4)), "two tensors")
+    with pytest.raises(pw.ContractError, match=r"y: expected a torch.float32"):
+        compiled(x, x.double())
+
+
+def test_the_frame_of_a_call_does_not_grow_with_the_model() -> None:
+    """Python makes room for every local variable, and Dynamo's code has one per parameter."""
+    sizes = [warmed(Decoder(num_layers=n)).entry.call.__func__.__code__.co_nlocals for n in (1, 8)]
+    assert sizes[0] == sizes[1]
+
+
 def test_autocast_is_not_what_was_traced() -> None:
     compiled = warmed(Decoder())
     with (
@@ -406,20 +445,6 @@ def test_state_written_in_place_is_seen() -> None:
     model.out[0].weight.mul_(2)
     expected.out[0].weight.mul_(2)
     same(compiled(rows(4)), expected(rows(4)), "a parameter")
-
-
-def new_data(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.data = parameter.data * 2
-
-
-def new_parameters(model: nn.Module) -> None:
-    for layer in model.out:
-        layer.weight = nn.Parameter(layer.weight * 2, requires_grad=False)
-
-
-def assigned_state(model: nn.Module) -> None:
-    model.load_state_dict({k: v * 2 for k, v in model.state_dict().items()}, assign=True)
 
 
 def another_layer(model: nn.Module) -> None:
@@ -1155,7 +1180,7 @@ def test_a_dimension_that_the_model_makes_static() -> None:
         compile(model, dynamic_dims={"x": 0})(rows(4))
     compiled = compile(model)
     compiled(rows(4))
-    with pytest.raises(pw.ContractError, match=r"x\.size\(0\): expected 4, got 3"):
+    with pytest.raises(pw.ContractError, match=r"x\.shape\[0\]: expected 4, got 3"):
         compiled(rows(3))
 
 

@@ -12,7 +12,19 @@ import torch
 from torch import Tensor, nn
 
 import piecewise_backend as pw
-from tests.helpers import CAPTURE_SIZES, SPLIT_OPS, Decoder, compile, mark_dynamic, rows, same
+from piecewise_backend.batch import FallbackReason
+from tests.helpers import (
+    CAPTURE_SIZES,
+    SPLIT_OPS,
+    Decoder,
+    assigned_state,
+    compile,
+    mark_dynamic,
+    new_data,
+    new_parameters,
+    rows,
+    same,
+)
 from tests.runtime_helpers import fallbacks, num_replays, of_rows, quiet, toy
 
 
@@ -58,7 +70,7 @@ def test_the_contract_holds_then() -> None:
     compiled = sealed(Decoder())
     for x, message in (
         (rows(4).double(), "expected a torch.float32"),
-        (rows(4, 3), r"x.size\(1\): expected 4, got 3"),
+        (rows(4, 3), r"x.shape\[1\]: expected 4, got 3"),
         (None, "got None"),
     ):
         with pytest.raises(pw.ContractError, match=message):
@@ -108,6 +120,22 @@ def test_replaced_weights_are_noticed() -> None:
         same(compiled(rows(4)), model(rows(4)), "replaced")
     pw.rebind(compiled)
     same(compiled(rows(4)), model(rows(4)), "accepted")
+
+
+@pytest.mark.parametrize("replace", [new_data, new_parameters, assigned_state])
+def test_replaced_weights_are_given_up(replace: Any) -> None:
+    """With all that was captured for them; the warning has the line of the user's call."""
+    model = Decoder()
+    compiled = sealed(model)
+    old = [weakref.ref(p) for p in model.parameters()]
+    replace(model)
+    with pytest.warns(RuntimeWarning, match="moved since capture") as warned:
+        same(compiled(rows(4)), model(rows(4)), "replaced")
+    assert {warning.filename for warning in warned} == {__file__}
+    assert fallbacks(pw.report(compiled)) == {FallbackReason.MOVED_INPUT: 1}
+    if replace is not new_data:
+        gc.collect()
+        assert not any(ref() is not None for ref in old)
 
 
 def test_skip_guards_from_the_first_call_on() -> None:

@@ -22,7 +22,18 @@ from torch import Tensor, nn
 import piecewise_backend as pw
 from piecewise_backend.batch import FallbackReason
 from piecewise_backend.static_inputs import StaticInputs
-from tests.helpers import Decoder, agrees_with_eager, compile, mark_dynamic, out_attn, rows, same
+from tests.helpers import (
+    Decoder,
+    agrees_with_eager,
+    assigned_state,
+    compile,
+    mark_dynamic,
+    new_data,
+    new_parameters,
+    out_attn,
+    rows,
+    same,
+)
 from tests.runtime_helpers import (
     fallbacks,
     num_replays,
@@ -691,23 +702,6 @@ def test_a_piece_that_cannot_run_at_every_count() -> None:
 def new_values_in_place(model: nn.Module) -> None:
     for p in model.parameters():
         p.mul_(1.5)
-
-
-def new_data(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.data = p.data * 1.5
-
-
-def new_parameters(model: nn.Module) -> None:
-    for module in model.modules():
-        for name, p in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(p * 1.5, requires_grad=False))
-
-
-def assigned_state(model: nn.Module) -> None:
-    state = {name: p * 1.5 for name, p in model.state_dict().items()}
-    model.load_state_dict(state, assign=True)
-    model.requires_grad_(False)
 
 
 def copied_state(model: nn.Module) -> None:
@@ -1417,7 +1411,7 @@ def test_an_error_in_a_split_op_leaves_the_model_usable() -> None:
                 compiled(x)
             fails = False
             same(compiled(x), rows(n) * 2 + 1, f"{n}")
-            assert not only_runtime(compiled)._turns.is_taken
+            assert not only_runtime(compiled).turns.is_taken
     served_from_graphs(pw.report(compiled))
 
 

@@ -322,7 +322,7 @@ def test_a_failed_capture_keeps_the_call_that_caused_it(monkeypatch: pytest.Monk
         same(compiled(rows(8)), toy(rows(8)), "the call after which it is captured")
     for call in range(5):
         same(compiled(rows(8, seed=call)), toy(rows(8, seed=call)), f"call {call}")
-    assert not only_runtime(compiled)._turns.is_taken
+    assert not only_runtime(compiled).turns.is_taken
 
 
 def test_a_failed_capture_as_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,7 +357,7 @@ def test_interrupting_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(capture._Capture, "run", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             compiled(x)
-    assert not only_runtime(compiled)._turns.is_taken
+    assert not only_runtime(compiled).turns.is_taken
     for call in range(4):
         same(compiled(rows(8, seed=call)), toy(rows(8, seed=call)), f"call {call}")
     assert num_replays(pw.report(compiled)) > 0

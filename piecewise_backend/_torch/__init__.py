@@ -10,8 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from piecewise_backend._torch.bytecode import (
     Rewritten,
-    eager_is_forced,
     forget_traces,
+    original_is_wanted,
     parameter_names,
     replace_graph_call,
     source_namespace,
@@ -60,6 +60,7 @@ from piecewise_backend._torch.symbols import (
     size_expr,
     tracing_once,
 )
+from piecewise_backend._torch.tensors import TensorCheck
 
 __all__ = [
     "GUARDED",
@@ -70,13 +71,13 @@ __all__ = [
     "Rewritten",
     "SizeEnv",
     "StorageWeakRef",
+    "TensorCheck",
     "UnwrappedByDynamo",
     "borrowed_storage",
     "bound_replay",
     "calling_module",
     "calling_scope",
     "compile_with_inductor",
-    "eager_is_forced",
     "emit_expr",
     "example_of",
     "expr_source",
@@ -91,6 +92,7 @@ __all__ = [
     "one_trace_for_all_sizes",
     "operator_names",
     "ordinary_tensors",
+    "original_is_wanted",
     "original_of",
     "parameter_names",
     "raw_stream",

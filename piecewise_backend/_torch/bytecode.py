@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
+import torch
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
 from torch._dynamo import convert_frame, guards
 from torch._dynamo import eval_frame as _eval_frame
@@ -158,6 +159,10 @@ def replace_graph_call(
             name = str(instruction.argval)
             if instruction.opname == "LOAD_GLOBAL" and name not in own_names and name in namespace:
                 instructions[position : position + 1] = _load_value(instruction, namespace[name])
+        # A frame has room for every local variable, and Dynamo's code has one per parameter.
+        still_used = {i.argval for i in instructions if "_FAST" in i.opname}
+        locals_ = (name for name in options["co_varnames"][len(names) :] if name in still_used)
+        options["co_varnames"] = (*names, *locals_)
 
     # A copy, because torch keeps the last codes that it took apart.
     return transform_code_object(code.replace(), transform)[0]
@@ -208,9 +213,13 @@ def stance_is_default() -> bool:
     return _eval_frame._stance.stance == "default"
 
 
-def eager_is_forced() -> bool:
-    """`torch.compiler.set_stance("force_eager")` is in effect. There is no public getter."""
-    return _eval_frame._stance.stance == "force_eager"
+def original_is_wanted() -> bool:
+    """`torch.compiler.set_stance("force_eager")` is in effect, or an export looks at the model.
+
+    There is no public getter of the stance. `torch.compiler.is_compiling` has the flag, and
+    calls something before.
+    """
+    return _eval_frame._stance.stance == "force_eager" or torch.compiler._is_compiling_flag
 
 
 def forget_traces(code: CodeType) -> None:

@@ -22,7 +22,14 @@ from examples.llama import Llama, LlamaConfig
 from examples.paged_attention import PagedCache, paged_attention_reference
 from piecewise_backend.batch import FallbackReason
 from tests import helpers
-from tests.helpers import SPLIT_OPS, Decoder, out_attn
+from tests.helpers import (
+    SPLIT_OPS,
+    Decoder,
+    assigned_state,
+    new_data,
+    new_parameters,
+    out_attn,
+)
 from tests.runtime_helpers import fallbacks, num_replays, only_runtime, quiet, toy
 
 pytestmark = [
@@ -217,23 +224,6 @@ def test_static_outputs() -> None:
     near(first, toy(rows(8)), "first")
     second = compiled(rows(5, seed=1))
     near(second, toy(rows(5, seed=1)), "second")
-
-
-def new_data(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.data = p.data * 1.5
-
-
-def new_parameters(model: nn.Module) -> None:
-    for module in model.modules():
-        for name, p in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(p * 1.5, requires_grad=False))
-
-
-def assigned_state(model: nn.Module) -> None:
-    state = {name: p * 1.5 for name, p in model.state_dict().items()}
-    model.load_state_dict(state, assign=True)
-    model.requires_grad_(False)
 
 
 @pytest.mark.parametrize("change", [new_data, new_parameters, assigned_state])
