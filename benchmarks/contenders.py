@@ -14,71 +14,45 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, nn
 
 import piecewise_backend as pw
 from benchmarks.workload import Workload
 from examples.engine import ModelInputs
-from piecewise_backend._torch import scope_of
-from piecewise_backend.backend import piecewise
+from piecewise_backend.entry import Entry
 from piecewise_backend.plan import dynamic_plan
 from piecewise_backend.runtime import Runtime
-from piecewise_backend.session import Session
 from piecewise_backend.sizes import SizeFunction
 
 Step = Callable[[], object]
 
 
-class RecordingBackend:
-    """The piecewise backend, remembering what Dynamo calls it with.
-
-    It adds one Python call to a step made through Dynamo, and nothing to `Runtime.call`.
-    """
-
-    def __init__(self) -> None:
-        self.args: tuple[Any, ...] = ()
-        """The arguments of the last call of a graph."""
-
-    def __call__(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
-    ) -> Callable[..., Any]:
-        """Compile as `piecewise` does."""
-        call = piecewise(gm, example_inputs, **kwargs)
-
-        def entry(*args: Any) -> Any:
-            self.args = args
-            return call(*args)
-
-        return entry
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ours:
-    """A model compiled with our backend, warmed up and sealed."""
+    """A model compiled with `pw.compile`, warmed up and sealed."""
 
+    model: nn.Module
     compiled: Callable[..., Tensor]
+    entry: Entry
     runtime: Runtime
-    backend: RecordingBackend
 
     @classmethod
     def build(cls, workload: Workload, sizes: Sequence[int]) -> "Ours":
         """Compile, and capture these sizes."""
         pw.register_splitting_op("example::paged_attention")
-        backend = RecordingBackend()
         options: dict[str, Any] = {
             "cudagraph_capture_sizes": list(sizes),
             "graph_impl": "cuda" if workload.device.type == "cuda" else "emulated",
             "on_fallback": "raise",
         }
-        compiled = torch.compile(workload.model, backend=backend, fullgraph=True, options=options)
-        pw.warmup(compiled, workload.warmup_inputs)
-        (runtime,) = Session.of(scope_of(compiled)).runtimes
-        return cls(compiled, runtime, backend)
+        compiled = pw.compile(workload.model, **options)
+        compiled.warmup(workload.warmup_inputs)
+        return cls(workload.model, compiled, compiled.entry, compiled.runtime)
 
-    def flat_args(self, inputs: ModelInputs) -> tuple[Any, ...]:
-        """What Dynamo hands to `Runtime.call` for these inputs."""
-        self.compiled(*inputs)
-        return self.backend.args
+    def flat_args(self, inputs: ModelInputs) -> list[Any]:
+        """What `Runtime.call` takes for these inputs."""
+        arguments = self.entry.arguments
+        return arguments.collect(arguments.values.copy(), self.model, *inputs)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -209,7 +183,7 @@ class FullGraph:
     @classmethod
     def capture(cls, ours: Ours, inputs: ModelInputs) -> "FullGraph":
         """Capture the plan that runs without graphs, at the size of these inputs."""
-        compiled, args = ours.runtime.graph, list(ours.flat_args(inputs))
+        compiled, args = ours.runtime.graph, ours.flat_args(inputs)
         plan, exprs = dynamic_plan(compiled.split, compiled.instances, compiled.device)
         sizes = compiled.token_dim.read(args)
         numbers = SizeFunction(compiled.split.symbols, exprs)(sizes)

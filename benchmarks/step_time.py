@@ -142,9 +142,9 @@ def our_steps(
     parts = Parts.of(ours, inputs)
     call, flat_args = ours.runtime.call, ours.flat_args(inputs)
     steps: dict[str, Step] = {
-        OURS: lambda: call(*flat_args),
+        OURS: lambda: ours.compiled(*inputs),
+        "ours, plan alone": lambda: call(*flat_args),
         LOOP: parts.loop(),
-        "ours (guards)": lambda: ours.compiled(*inputs),
         "attention calls alone": parts.attention_calls(),
         "graph replays alone": parts.graph_replays(),
     }
