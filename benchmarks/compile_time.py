@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     results = Results("compile_time", torch.device(args.device), args.output)
     for layers, trace in QUICK_CASES if args.quick else CASES:
-        if not args.depths or layers in args.depths:
+        if (not args.depths or layers in args.depths) and trace in args.traces:
             compare(layers, trace, args, results)
     say(results.summary())
     return 0
@@ -58,6 +58,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a tiny model, one sample")
     parser.add_argument("--samples", type=int, help="processes per way at 32 layers")
     parser.add_argument("--depths", type=int, nargs="+", help="only these numbers of layers")
+    parser.add_argument("--traces", choices=TRACES, nargs="+", default=TRACES)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--timeout", type=float, default=240, help="seconds for each process")
     parser.add_argument("--child", choices=WAYS, help=argparse.SUPPRESS)

@@ -108,7 +108,7 @@ def test_arguments_of_every_kind_are_valid_python(tmp_path: Path) -> None:
         x = x + float("inf") * 0 if x.size(0) < 0 else x.clamp(max=float("inf"))
         out = torch.empty_like(x)
         y = torch.ops.pwtest.many(
-            x, [x, out * 0], [x.size(0), 3], out,
+            x, [x, x * 0], [x.size(0), 3], out,
             scale=float("inf"), name='a "quoted" name\n', dtype=torch.float64, flag=True,
         )  # fmt: skip
         a, b = torch.ops.pwtest.pair(out, out)
