@@ -185,8 +185,8 @@ def ours(
     compiled.warmup(lambda descriptor: make_inputs(descriptor.num_tokens, device))
     result = compiled(*inputs)
     arguments, prepared = compiled.entry.arguments, compiled.runtime.captures.prepared
-    ((key, (_, rows)),) = prepared.items()
-    prepared[key] = (lambda args, rows: (result,), rows)
+    ((key, (_, rows, tally)),) = prepared.items()
+    prepared[key] = (lambda args, rows: (result,), rows, tally)
     values = arguments.values
     tensors = [value for value in values if isinstance(value, torch.nn.Parameter)]
     addresses: list[int | None] = [tensor.data_ptr() for tensor in tensors]

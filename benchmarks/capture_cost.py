@@ -1,8 +1,9 @@
 """What do many captures cost in time and memory, and does depth cost compilations?
 
 In:  nothing.
-Out: seconds and memory of 51 sizes x 33 pieces, and of the largest size alone; the number of
-     Inductor compilations of 2, 8, 32 and 80 layers.
+Out: seconds and memory of 51 sizes x 33 pieces, of the largest size alone, and of 51 sizes with
+     graphs of whole steps beside them; the number of Inductor compilations of 2, 8, 32 and 80
+     layers.
 
 Each row is a process of its own, so that its pools are its own. Memory is counted three times:
 in the graph pool of the allocator (the bar), in the whole allocator, and on the device, where
@@ -32,6 +33,7 @@ QUICK_GRID = (1, 2, 4, 8, 16)
 DEPTHS = (2, 8, 32, 80)
 QUICK_DEPTHS = (1, 2, 4)
 NUM_DISTINCT = 3
+PIECEWISE, BOTH = "piecewise", "full_and_piecewise"
 COST_COLUMNS = (
     "what", "num_graphs", "capture_seconds", "phase_seconds",
     "pool_mib", "allocator_mib", "device_mib",
@@ -48,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     results = Results("capture_cost", torch.device(args.device), args.output)
     compare_costs(args, results)
-    count_compiles(args, results)
+    if not args.no_depths:
+        count_compiles(args, results)
     say(results.summary())
     return 0
 
@@ -58,13 +61,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="tiny models, few sizes")
+    parser.add_argument("--no-depths", action="store_true", help="do not count compilations")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--timeout", type=float, default=240, help="seconds for each process")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--hidden", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--sizes", type=int, nargs="+", help=argparse.SUPPRESS)
-    parser.add_argument("--no-graphs", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--mode", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     folder = Path(tempfile.mkdtemp(prefix="benchmarks-")) if args.quick else RESULTS
     args.output = args.output or folder / "capture_cost.json"
@@ -76,14 +80,15 @@ def compare_costs(args: argparse.Namespace, results: Results) -> None:
     grid = QUICK_GRID if args.quick else GRID
     layers, hidden = (2, 64) if args.quick else (32, 1024)
     rows = []
-    for sizes in (grid, grid[-1:]):
+    for sizes, mode in ((grid, PIECEWISE), (grid[-1:], PIECEWISE), (grid, BOTH)):
         what = f"{len(sizes)} sizes x {layers + 1} pieces"
-        found = _run(args, layers, hidden, sizes)
+        what += ", and whole steps" if mode == BOTH else ""
+        found = _run(args, layers, hidden, sizes, mode)
         rows.append({"what": what, "layers": layers, "hidden": hidden, **found})
         results.add(rows[-1])
         say(f"{what}: done")
     print_table(rows, COST_COLUMNS)
-    many, one = rows
+    many, one, _ = rows
     if "skipped" in many or "skipped" in one:
         return
     results.bar(f"seconds to capture {many['what']}", many["capture_seconds"], 3.0)
@@ -97,7 +102,7 @@ def count_compiles(args: argparse.Namespace, results: Results) -> None:
     rows = []
     for layers in QUICK_DEPTHS if args.quick else DEPTHS:
         what = f"{layers} layers"
-        found = _run(args, layers, 64 if args.quick else 512, (1, 8), "--no-graphs")
+        found = _run(args, layers, 64 if args.quick else 512, (1, 8), "none")
         rows.append({"what": what, "layers": layers, **found})
         results.add(rows[-1])
         say(f"{what}: done")
@@ -108,10 +113,10 @@ def count_compiles(args: argparse.Namespace, results: Results) -> None:
 
 
 def _run(
-    args: argparse.Namespace, layers: int, hidden: int, sizes: Sequence[int], *flags: str
+    args: argparse.Namespace, layers: int, hidden: int, sizes: Sequence[int], mode: str
 ) -> dict[str, Any]:
     given = ["--device", args.device, "--layers", str(layers), "--hidden", str(hidden)]
-    given += ["--sizes", *map(str, sizes), *flags]
+    given += ["--sizes", *map(str, sizes), "--mode", mode]
     return run_child(MODULE, ["--child", *given], timeout=args.timeout)
 
 
@@ -141,10 +146,10 @@ def measure(args: argparse.Namespace) -> Row:
     num_kv_heads = min(8, args.hidden // head_dim)
     config = shape(args.layers, args.hidden, head_dim=head_dim, num_kv_heads=num_kv_heads)
     workload = Workload.build(config, device, 20)
-    pw.register_splitting_op("example::paged_attention")
+    pw.register_splitting_op("example::paged_attention", capture="always")
     options = {
         "cudagraph_capture_sizes": args.sizes,
-        "cudagraph_mode": "none" if args.no_graphs else "piecewise",
+        "cudagraph_mode": args.mode,
         "graph_impl": "cuda" if device.type == "cuda" else "emulated",
     }
     witness = Witness(workload)
@@ -153,7 +158,7 @@ def measure(args: argparse.Namespace) -> Row:
     began = time.perf_counter()
     pw.warmup(compiled, witness, seal=False)
     with torch.no_grad():
-        for size in args.sizes if args.no_graphs else ():
+        for size in args.sizes if args.mode == "none" else ():
             compiled(*witness(pw.BatchDescriptor(num_tokens=size)))
     synchronize(device)
     ended = time.perf_counter()

@@ -37,14 +37,15 @@ class Ours:
     runtime: Runtime
 
     @classmethod
-    def build(cls, workload: Workload, sizes: Sequence[int]) -> "Ours":
+    def build(cls, workload: Workload, sizes: Sequence[int], **given: Any) -> "Ours":
         """Compile, and capture these sizes."""
-        pw.register_splitting_op("example::paged_attention")
+        pw.register_splitting_op("example::paged_attention", capture="always")
         options: dict[str, Any] = {
             "cudagraph_capture_sizes": list(sizes),
+            "cudagraph_mode": "piecewise",
             "graph_impl": "cuda" if workload.device.type == "cuda" else "emulated",
             "on_fallback": "raise",
-        }
+        } | given
         compiled = pw.compile(workload.model, **options)
         compiled.warmup(workload.warmup_inputs)
         return cls(workload.model, compiled, compiled.entry, compiled.runtime)

@@ -63,6 +63,7 @@ class Timing:
         ordered = sorted(self.samples)
         return {
             "median_ms": round(self.median, 5),
+            "mean_ms": round(statistics.fmean(ordered), 5),
             "min_ms": round(ordered[0], 5),
             "p99_ms": round(ordered[math.ceil(0.99 * len(ordered)) - 1], 5),
             "submit_ms": round(statistics.median(self.submits), 5),

@@ -161,13 +161,15 @@ def our_steps(
 
 
 def add_torch_compile(
-    steps: dict[str, Step], skipped: dict[str, str], workload: Workload, inputs: ModelInputs
+    steps: dict[str, Step],
+    skipped: dict[str, str],
+    workload: Workload,
+    inputs: ModelInputs,
+    modes: Sequence[str] = ("default", "reduce-overhead"),
 ) -> None:
     """The two usual modes; one that fails is skipped with its error."""
-    for name, mode in (
-        ("torch.compile default", "default"),
-        ("torch.compile reduce-overhead", "reduce-overhead"),
-    ):
+    for mode in modes:
+        name = f"torch.compile {mode}"
         if mode == "reduce-overhead" and workload.device.type != "cuda":
             skipped[name] = NO_CUDA
             continue

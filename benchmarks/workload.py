@@ -16,6 +16,7 @@ from examples.paged_attention import PagedCache
 
 BLOCK_SIZE = 16
 MAX_BATCH = 16
+MAX_CHUNK = 56
 
 # The output layer is not part of a step, so the vocabulary is small.
 _VOCAB_SIZE = 1024
@@ -64,17 +65,19 @@ class Workload:
     """Cached tokens of each sequence."""
 
     @classmethod
-    def build(cls, config: LlamaConfig, device: torch.device, context: int) -> "Workload":
-        """Random weights in bfloat16, and `MAX_BATCH` sequences of `context` tokens or more."""
-        contexts = tuple(context + 8 * i for i in range(MAX_BATCH))
-        blocks = [length // BLOCK_SIZE + 1 for length in contexts]
+    def build(
+        cls, config: LlamaConfig, device: torch.device, context: int, num_seqs: int = MAX_BATCH
+    ) -> "Workload":
+        """Random weights in bfloat16, and sequences of `context` tokens or a bit more."""
+        contexts = tuple(context + 8 * (i % MAX_BATCH) for i in range(num_seqs))
+        blocks = [-(-(length + MAX_CHUNK) // BLOCK_SIZE) for length in contexts]
         cache = config.new_cache(
-            num_blocks=1 + sum(blocks), max_seqs=1 + MAX_BATCH, max_blocks_per_seq=max(blocks),
+            num_blocks=1 + sum(blocks), max_seqs=1 + num_seqs, max_blocks_per_seq=max(blocks),
             block_size=BLOCK_SIZE, device=device, dtype=torch.bfloat16,
         )  # fmt: skip
         model = Llama(config, device=device, dtype=torch.bfloat16)
         model.attach(cache)
-        seq_ids = tuple(cache.add_sequence(length + 1) for length in contexts)
+        seq_ids = tuple(cache.add_sequence(length + MAX_CHUNK) for length in contexts)
         workload = cls(model, cache, device, seq_ids, contexts)
         workload._prefill()
         return workload
@@ -92,6 +95,16 @@ class Workload:
         marked = as_inputs(ids, positions, self.seq_ids[:batch], positions, self.device)
         ids_, positions_, seq_ids, contexts = (rows.clone() for rows in marked)
         return ids_, positions_, seq_ids, contexts
+
+    def mixed_inputs(self, num_decodes: int, chunk: int) -> ModelInputs:
+        """The next token of some sequences, and the next `chunk` tokens of one more."""
+        contexts = [*self.contexts[:num_decodes], *[self.contexts[num_decodes]] * chunk]
+        positions = [c + max(0, i - num_decodes) for i, c in enumerate(contexts)]
+        seq_ids = [*self.seq_ids[:num_decodes], *[self.seq_ids[num_decodes]] * chunk]
+        ids = [11 + i for i in range(len(contexts))]
+        marked = as_inputs(ids, positions, seq_ids, contexts, self.device)
+        ids_, positions_, seq_ids_, contexts_ = (rows.clone() for rows in marked)
+        return ids_, positions_, seq_ids_, contexts_
 
     def warmup_inputs(self, descriptor: pw.BatchDescriptor) -> ModelInputs:
         """Inputs of any size that touch no sequence."""

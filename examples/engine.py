@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+import piecewise_backend as pw
 from examples.llama import Llama
 from examples.paged_attention import SCRATCH_SEQUENCE, PagedCache
 
@@ -138,12 +139,15 @@ class Engine:
     def _timed_forward(self, inputs: ModelInputs) -> Tensor:
         """Call the model, and record the time until its result exists."""
         device = inputs[0].device
+        num_reqs, num_tokens = len(self._running), inputs[0].shape[0]
         _synchronize(device)
         start = time.perf_counter()
-        hidden = self._forward(*inputs)
+        # Only the scheduler knows that this is a decode step; nothing else may guess it.
+        with pw.batch(num_reqs=num_reqs, uniform=num_reqs == num_tokens):
+            hidden = self._forward(*inputs)
         _synchronize(device)
         seconds = time.perf_counter() - start
-        self.steps.append(Step(len(self._running), inputs[0].shape[0], seconds))
+        self.steps.append(Step(num_reqs, num_tokens, seconds))
         return hidden
 
 

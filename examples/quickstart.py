@@ -112,7 +112,8 @@ def compile_piecewise(
     model: Llama, cache: PagedCache, dump_dir: Path, graph_impl: str | None
 ) -> Callable[..., Tensor]:
     """Compile with the piecewise backend, and do all compiling and capturing now."""
-    pw.register_splitting_op("example::paged_attention")
+    # The kernel takes nothing from the host but shapes, so it may be part of a graph.
+    pw.register_splitting_op("example::paged_attention", capture="always")
     device = cache.block_tables.device
     options: dict[str, object] = {
         "cudagraph_capture_sizes": CAPTURE_SIZES,

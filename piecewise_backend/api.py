@@ -6,36 +6,49 @@ In:  what `torch.compile(..., backend="piecewise")` or `module.compile(...)` ret
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from piecewise_backend import _torch
-from piecewise_backend.batch import BatchDescriptor
+from piecewise_backend.batch import BatchDescriptor, CUDAGraphMode
 from piecewise_backend.config import Config
+from piecewise_backend.current_batch import stated
 from piecewise_backend.errors import ContractError
 from piecewise_backend.graphs import collector_paused
+from piecewise_backend.metrics import Metrics
 from piecewise_backend.past_dynamo import send_past_dynamo
 from piecewise_backend.report import Report, report_session
-from piecewise_backend.session import Session
+from piecewise_backend.session import Session, WarmupState
 
 MakeInputs = Callable[[BatchDescriptor], Any]
 
 
-def warmup(compiled: Callable[..., Any], make_inputs: MakeInputs, *, seal: bool = True) -> Report:
+def warmup(
+    compiled: Callable[..., Any],
+    make_inputs: MakeInputs,
+    *,
+    seal: bool = True,
+    verify: bool = True,
+) -> Report:
     """Trace, compile and capture every size ahead of time, so that serving does none of it.
 
-    The model runs twice at the largest size and once at every other. Run it in the mode of
-    later calls (`torch.no_grad()` or `torch.inference_mode()`).
+    The model runs at every size, for each kind of graph, and again to compare graphs with the
+    step without them: at the size, one token below, and at the fewest tokens that are padded to
+    it. What differs is disabled with its reason, and the other sizes serve. Run it in the mode
+    of later calls (`torch.no_grad()` or `torch.inference_mode()`), and give it inputs whose
+    traces in caches are nobody's.
 
     Args:
         compiled: a module or function compiled with this backend.
         make_inputs: called with a `BatchDescriptor`; returns the positional arguments of a
             call with `descriptor.num_tokens` tokens as a tuple, or `(args, kwargs)` with a
             tuple and a dict. What differs between two sizes is taken as the token dimension.
+            Of a decode batch if `descriptor.uniform`: `descriptor.num_reqs` sequences.
         seal: afterwards, refuse whatever would compile or capture.
+        verify: compare graphs with the step without.
 
     Returns:
         What was compiled and captured.
@@ -48,20 +61,36 @@ def warmup(compiled: Callable[..., Any], make_inputs: MakeInputs, *, seal: bool 
     config = Config.from_options(scope.kwargs.get("options"), scope.kwargs.get("mode"))
     sizes = sorted(config.cudagraph_capture_sizes, reverse=True)
     session = _trace(compiled, make_inputs, sizes)
-    with session.phase(capturing=True), collector_paused():
-        # A second round finds something to do only if module state moved between two sizes.
-        for size in sizes if session.can_capture else ():
-            args, kwargs = _inputs(make_inputs, size)
-            compiled(*args, **kwargs)
-        for size in sizes if session.can_capture else ():
-            if not session.has_captured(size):
-                args, kwargs = _inputs(make_inputs, size)
-                compiled(*args, **kwargs)
+    for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
+        with session.phase(capturing=mode), collector_paused():
+            _capture(compiled, make_inputs, session, mode)
+        if verify:
+            with session.phase(capturing=mode, verifying=True):
+                _run_all(compiled, make_inputs, session.trials(mode))
+    session.state = WarmupState.GRAPH_CAPTURED
     for each in (Session.of(scope), session):
         each.make_inputs = make_inputs
     if seal:
         _seal(compiled)
     return report(compiled)
+
+
+def _capture(
+    compiled: Callable[..., Any], make_inputs: MakeInputs, session: Session, mode: CUDAGraphMode
+) -> None:
+    wanted = session.wanted(mode)
+    # A second round finds something to do only if module state moved between two sizes.
+    _run_all(compiled, make_inputs, wanted)
+    _run_all(compiled, make_inputs, [d for d in wanted if not session.has_captured(mode, d)])
+
+
+def _run_all(
+    compiled: Callable[..., Any], make_inputs: MakeInputs, batches: list[BatchDescriptor]
+) -> None:
+    for descriptor in batches:
+        args, kwargs = _inputs(make_inputs, descriptor)
+        with stated(descriptor):
+            compiled(*args, **kwargs)
 
 
 def seal(compiled: Callable[..., Any]) -> None:
@@ -89,6 +118,7 @@ def _seal(compiled: Callable[..., Any]) -> None:
     own, serving = Session.of(_scope(compiled)), _session(compiled)
     own.seal()
     serving.seal()
+    serving.state = WarmupState.READY
     if _traced(compiled) is compiled:
         send_past_dynamo(compiled, own, serving)
 
@@ -98,14 +128,38 @@ def report(compiled: Callable[..., Any]) -> Report:
     return report_session(_session(compiled), Session.of(_scope(compiled)).guards_kept)
 
 
+def metrics(compiled: Callable[..., Any], labels: Mapping[str, str] | None = None) -> Metrics:
+    """How many steps ran from which graphs, and why the others did not.
+
+    Args:
+        labels: `model_revision` and `attention_backend`, for `pw.prometheus_text`.
+
+    Raises:
+        ConfigError: another label.
+    """
+    return Metrics.of((runtime.statistics for runtime in _session(compiled).runtimes), labels)
+
+
+def switch_graphs(compiled: Callable[..., Any], on: bool) -> None:
+    """Run the calls of one model without graphs, or with them again; captures stay.
+
+    Args:
+        on: False counts every call as a fallback, with the reason that graphs are switched off.
+    """
+    for session in (Session.of(_scope(compiled)), _session(compiled)):
+        session.switch_graphs(on)
+
+
 def _trace(compiled: Callable[..., Any], make_inputs: MakeInputs, sizes: list[int]) -> Session:
     """Run the model once at the largest size, so that one trace serves every size."""
     own, serving = Session.of(_scope(compiled)), _session(compiled)
     own.unseal()
     serving.unseal()
-    args, kwargs = _inputs(make_inputs, sizes[0])
+    args, kwargs = _inputs(make_inputs, BatchDescriptor(num_tokens=sizes[0]))
     other = sizes[1] if len(sizes) > 1 else (sizes[0] - 1 or 2)
-    _mark_varying(_tensors(args, kwargs), _tensors(*_inputs(make_inputs, other)))
+    _mark_varying(
+        _tensors(args, kwargs), _tensors(*_inputs(make_inputs, BatchDescriptor(num_tokens=other)))
+    )
     with own.phase(tracing=True), serving.phase(tracing=True), _torch.one_trace_for_all_sizes():
         compiled(*args, **kwargs)
     session = _session(compiled)
@@ -114,6 +168,7 @@ def _trace(compiled: Callable[..., Any], make_inputs: MakeInputs, sizes: list[in
             f"a call of {type(compiled).__name__} did not reach the piecewise backend; compile "
             "with backend='piecewise', and see that torch.compile is not switched off"
         )
+    session.state = WarmupState.EAGER_WARMED
     return session
 
 
@@ -160,8 +215,10 @@ def _scope(compiled: object) -> _torch.CompileScope:
     return scope
 
 
-def _inputs(make_inputs: MakeInputs, size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    made = make_inputs(BatchDescriptor(num_tokens=size))
+def _inputs(
+    make_inputs: MakeInputs, descriptor: BatchDescriptor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    made = make_inputs(descriptor)
     if isinstance(made, torch.Tensor):
         return (made,), {}
     is_pair = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], dict)

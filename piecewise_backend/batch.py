@@ -23,6 +23,28 @@ class CUDAGraphMode(enum.Enum):
     PIECEWISE = "piecewise"
     """Each piece between split ops is a graph; the split ops run in between."""
 
+    FULL = "full"
+    """One graph for the whole step, split ops included."""
+
+    FULL_DECODE_ONLY = "full_decode_only"
+    """FULL for uniform decode batches, NONE for all others."""
+
+    FULL_AND_PIECEWISE = "full_and_piecewise"
+    """FULL for uniform decode batches, PIECEWISE for all others."""
+
+    @property
+    def for_decode(self) -> CUDAGraphMode:
+        """How uniform decode batches run: NONE, PIECEWISE or FULL."""
+        has_two = self in (CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE)
+        return CUDAGraphMode.FULL if has_two else self
+
+    @property
+    def for_mixed(self) -> CUDAGraphMode:
+        """How all other batches run: NONE, PIECEWISE or FULL."""
+        if self is CUDAGraphMode.FULL_DECODE_ONLY:
+            return CUDAGraphMode.NONE
+        return CUDAGraphMode.PIECEWISE if self is CUDAGraphMode.FULL_AND_PIECEWISE else self
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BatchDescriptor:
@@ -30,13 +52,26 @@ class BatchDescriptor:
 
     num_tokens: int
     """Tokens in the batch after padding: a capture size."""
+    num_reqs: int | None = None
+    """Sequences in the batch; known of uniform batches only."""
+    uniform: bool = False
+    """A decode batch in which every sequence has the same number of tokens."""
+    num_active_loras: int = 0
+    """Adapters that the batch uses."""
+
+    @property
+    def has_lora(self) -> bool:
+        """The batch uses an adapter."""
+        return self.num_active_loras > 0
 
 
 class FallbackReason(enum.Enum):
     """Why a call ran without graphs. The value is what reports and warnings print."""
 
-    DISABLED = "graphs are switched off (cudagraph_mode='none')"
+    DISABLED = "graphs are switched off"
     NO_GRAPHS_ON_DEVICE = "no graphs on this device; graph_impl='emulated' imitates them"
+    MODE_HAS_NONE = "the graph mode has no graphs for such batches"
+    ANOTHER_RANK = "another rank runs without graphs"
     NOT_CAPTURED = "this size is not captured yet; pw.warmup captures ahead of time"
     SIZE_ABOVE_GRID = "more tokens than the largest capture size"
     PADDING_TOO_LARGE = "the next capture size is more than max_padding_factor times the batch"

@@ -13,63 +13,28 @@ from then on its memory in the pool is free for the next capture, as it is at ev
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from piecewise_backend import _torch
-from piecewise_backend.buffers import Arena
 from piecewise_backend.canonical import Instance
-from piecewise_backend.compiled import CompiledGraph
-from piecewise_backend.compiler import Call
-from piecewise_backend.errors import CaptureError, PiecewiseError
-from piecewise_backend.graphs import CapturedGraph, GraphPool
+from piecewise_backend.capture_request import (
+    CapturedSize,
+    CaptureRequest,
+    aside,
+    keep_with_outputs,
+    place_of,
+    preserved,
+)
+from piecewise_backend.errors import CaptureError
+from piecewise_backend.graphs import CapturedGraph
 from piecewise_backend.padding import PaddedCall, find_padding_fault, sizes_in_arithmetic
-from piecewise_backend.plan import Plan
-from piecewise_backend.plan_writer import PlanWriter, RowTable
-from piecewise_backend.sizes import Layout, Sizes
+from piecewise_backend.plan_writer import PlanWriter
+from piecewise_backend.sizes import Layout
 from piecewise_backend.split_ops import returned_arguments, written_arguments
-from piecewise_backend.static_inputs import StaticInputs
 from piecewise_backend.steps import Constant, Host, Piece, SplitOp, Value
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CapturedSize:
-    """Everything needed to serve batches that are padded to one size."""
-
-    plan: Plan
-    rows: RowTable
-    num_graphs: int
-    padding_fault: str | None
-    """What padding would do to real rows, or None."""
-    keep_alive: tuple[CapturedGraph, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CaptureRequest:
-    """What to capture."""
-
-    graph: CompiledGraph
-    pool: GraphPool
-    arena: Arena
-    """Buffers behind split ops that return fresh tensors."""
-    static_inputs: StaticInputs
-    args: Sequence[Any]
-    """Of a real call that this size serves."""
-    sizes: Sizes
-    """The symbol values after padding."""
-    fewest: Sizes
-    """The symbol values of the smallest batch that is padded to this size."""
-    half: Sizes
-    """The symbol values with half as many tokens, to try padding with."""
-    largest: Sizes
-    """The symbol values at the largest capture size."""
-    tried: set[Call]
-    """Code that passed a thorough trial of padding; added to."""
-    num_warmups: int
-    has_static_outputs: bool
 
 
 def capture_size(request: CaptureRequest) -> CapturedSize:
@@ -78,19 +43,8 @@ def capture_size(request: CaptureRequest) -> CapturedSize:
     Raises:
         CaptureError: a piece cannot be recorded; nothing is kept.
     """
-    device = request.graph.device
-    cuda = [device] if device.type == "cuda" else []
-    with (
-        torch.random.fork_rng(devices=cuda),
-        _torch.ordinary_tensors(),
-        request.pool.side_stream(),
-    ):
-        try:
-            return _Capture(request).run()
-        except PiecewiseError:
-            raise
-        except Exception as error:
-            raise CaptureError(f"a trial run of a piece failed: {error}") from error
+    with aside(request):
+        return _Capture(request).run()
 
 
 class _Capture:
@@ -116,7 +70,7 @@ class _Capture:
                 self.values.setdefault(item.name, usable)
         self.outside = {x.untyped_storage().data_ptr() for x in self.values.values()}
         self.input_at = {
-            _place(self.values[item.name]): position
+            place_of(self.values[item.name]): position
             for position, item in enumerate(self.graph.split.inputs)
             if item.name in self.values and self.values[item.name].numel() > 0
         }
@@ -136,11 +90,7 @@ class _Capture:
             for name in [name for name in self.values if last_use.get(name) == step.index]:
                 del self.values[name]
         plan, rows = self.writer.finish()
-        if self.request.has_static_outputs:
-            # The caller may keep a view of an output for longer than the model.
-            owner = (tuple(self.kept), self.request.pool, self.request.arena)
-            for tensor in self.writer.static_tensors():
-                tensor.untyped_storage().owner = owner  # type: ignore[attr-defined]
+        keep_with_outputs(self.request, self.writer.static_tensors(), self.kept)
         return CapturedSize(plan, rows, self.num_graphs, self.padding_fault, tuple(self.kept))
 
     def _capture_piece(self, piece: Piece) -> None:
@@ -150,7 +100,7 @@ class _Capture:
         call = self.graph.call_at(position, self.request.sizes)
         inputs = self._inputs(instance, position)
         self._note_writes([inputs[i] for i in facts.mutated])
-        with _preserved([inputs[i] for i in facts.mutated]):
+        with preserved([inputs[i] for i in facts.mutated]):
             if instance.distinct.index not in self.seen:
                 self.seen.add(instance.distinct.index)
                 for _ in range(self.request.num_warmups if facts.has_kernels else 0):
@@ -167,7 +117,7 @@ class _Capture:
         for name, output in zip(piece.outputs, captured.outputs, strict=True):
             self.values[name] = output
             self.writer.add_value(name, _torch.weak_view(output))
-            if (source := self.input_at.get(_place(output))) is not None:
+            if (source := self.input_at.get(place_of(output))) is not None:
                 self.writer.add_alias(name, source)
         self.undefined |= {piece.outputs[position] for position in facts.undefined}
 
@@ -274,22 +224,6 @@ def _refuse_unrecorded(captured: CapturedGraph, piece: Piece, inputs: Sequence[A
             f"piece {piece.index} recorded nothing though it computes something; an op in it "
             "launches kernels on a stream of its own: register it as a splitting op"
         )
-
-
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Where a tensor lies and how: equal for two tensors that are the same but in name."""
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
-
-
-@contextmanager
-def _preserved(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Give tensors back the values they had: trial runs must not count."""
-    copies = [tensor.clone() for tensor in tensors]
-    try:
-        yield
-    finally:
-        for tensor, copy in zip(tensors, copies, strict=True):
-            tensor.copy_(copy)
 
 
 def _fill_with_noise(tensor: torch.Tensor) -> None:

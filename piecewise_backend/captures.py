@@ -7,16 +7,21 @@ Knows nothing of dispatch.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from piecewise_backend.batch import CUDAGraphMode, PaddingTable
+from piecewise_backend.batch import BatchDescriptor, CUDAGraphMode, PaddingTable
+from piecewise_backend.bound_inputs import BoundInputs
 from piecewise_backend.buffers import Arena
-from piecewise_backend.capture import CapturedSize, CaptureRequest, capture_size
+from piecewise_backend.capture import capture_size
+from piecewise_backend.capture_request import CapturedSize, CaptureRequest
+from piecewise_backend.capture_step import capture_step
 from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.compiler import Call
 from piecewise_backend.config import Config
@@ -30,9 +35,7 @@ from piecewise_backend.graphs import (
 )
 from piecewise_backend.sizes import Sizes
 from piecewise_backend.static_inputs import StaticInputs
-
-# A small tensor that moves again and again is a new argument by another name: copy it.
-_MAX_COPIED_BYTES = 16 * 2**20
+from piecewise_backend.statistics import Tally
 
 OF_ANOTHER_INSTANCE = (
     "the call is of another instance of the model, or of one whose weights or caches were replaced"
@@ -47,32 +50,46 @@ class Captures:
     of those are gone the memory is given back.
     """
 
-    def __init__(self, graph: CompiledGraph, config: Config) -> None:
+    def __init__(
+        self, graph: CompiledGraph, config: Config, mode: CUDAGraphMode, largest: int
+    ) -> None:
+        """No graphs yet.
+
+        Args:
+            mode: what the option for it became for this graph.
+            largest: of all capture sizes, for which buffers are made.
+        """
         self.graph = graph
         self.config = config
+        self.mode = mode
         self.sizes: dict[int, CapturedSize] = {}
-        self.prepared: dict[Any, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
-        """By symbol values: a plan, and the views that it needs for them."""
+        """Captured piece by piece."""
+        self.steps: dict[tuple[int, int], CapturedSize] = {}
+        """Captured as whole steps, by size and number of adapters."""
+        self.prepared: dict[Any, tuple[Callable[..., Any], tuple[Any, ...], Tally]] = {}
+        """By symbol values, and facts if some are stated: a plan, the views that it needs for
+        them, and where its replays are counted."""
         self.failed: dict[int, str] = {}
         """Sizes whose capture failed, with the error; tried again after the next warm-up."""
+        self.failed_steps: dict[tuple[int, int], str] = {}
+        """The same of whole steps."""
         self.hits: dict[int, int] = {}
         """Calls at each size before its capture."""
         self.seconds = 0.0
-        self._make_pool = _pool_maker(graph.device, config)
+        self.bound = BoundInputs()
+        self._largest = largest
+        self._has_steps = CUDAGraphMode.FULL in (mode.for_decode, mode.for_mixed)
+        self._make_pool = pool_maker(graph.device, config)
         # Made with the first capture: this object may be made, and cleared, while the collector
         # runs in the middle of a capture of somebody else's.
         self._pool: GraphPool | None = None
         self._arena = Arena(graph.device)
         self._static_inputs: StaticInputs | None = None
-        self._addresses: dict[int, int] = {}
-        self._owners: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._moves: dict[int, int] = {}
         self._tried: set[Call] = set()
 
-    @property
-    def is_possible(self) -> bool:
-        """Graphs exist for the device and are wanted."""
-        return self._make_pool is not None
+    def empty(self) -> Captures:
+        """The same without graphs, for another instance of the model."""
+        return type(self)(self.graph, self.config, self.mode, self._largest)
 
     def capture(
         self, size: int, args: Sequence[Any], sizes: Sizes, table: PaddingTable
@@ -86,18 +103,86 @@ class Captures:
         Raises:
             CaptureError: a piece cannot be recorded; the size is noted as failed, others stay.
         """
-        started = time.perf_counter()
-        if self._addresses and self._moved(args):
-            self.forget(args)
-        try:
-            with one_capture, collector_paused():
+        with self._timed(args):
+            try:
                 captured = capture_size(self._request(size, args, sizes, table))
-        except CaptureError as error:
-            self.failed[size] = str(error)
-            raise
+            except CaptureError as error:
+                self.failed[size] = str(error)
+                raise
         self.sizes[size] = captured
-        self.seconds += time.perf_counter() - started
         return captured
+
+    def capture_step(
+        self, descriptor: BatchDescriptor, args: Sequence[Any], sizes: Sizes, table: PaddingTable
+    ) -> CapturedSize:
+        """Capture a whole step as one graph and keep it.
+
+        Args:
+            descriptor: of the batch; its token count is the capture size.
+            args: the arguments of a call with symbol values `sizes`. The call runs again.
+
+        Raises:
+            CaptureError: it cannot be recorded; it is noted as failed, others stay.
+        """
+        size = descriptor.num_tokens if self.graph.token_dim.tokens else 0
+        key = (size, descriptor.num_active_loras)
+        with self._timed(args):
+            try:
+                if (pieces := self.sizes.get(size)) is not None:
+                    fault = pieces.padding_fault
+                else:
+                    fault = self._padding_fault(self._request(size, args, sizes, table))
+                whole = self._request(size, args, sizes, table, self.graph.as_whole_step())
+                captured = capture_step(whole, descriptor, fault)
+            except CaptureError as error:
+                self.failed_steps[key] = str(error)
+                raise
+        self.steps[key] = captured
+        return captured
+
+    def _padding_fault(self, request: CaptureRequest) -> str | None:
+        """Padding is tried piece by piece: at the capture of pieces, or on imitated graphs."""
+        if request.fewest == request.sizes:
+            return None
+        trial = dataclasses.replace(request, pool=_ForTrial(self.graph.device, request.pool))
+        return capture_size(trial).padding_fault
+
+    @contextlib.contextmanager
+    def _timed(self, args: Sequence[Any]) -> Iterator[None]:
+        started = time.perf_counter()
+        if self.bound.moved(args):
+            self.forget(args)
+        with one_capture, collector_paused():
+            yield
+        self.prepared.clear()  # there may be better graphs for a batch now
+        self.seconds += time.perf_counter() - started
+
+    def find(self, mode: CUDAGraphMode, size: int, num_active_loras: int) -> CapturedSize | None:
+        """What was captured in a mode at a size."""
+        if mode is CUDAGraphMode.FULL:
+            return self.steps.get((size, num_active_loras))
+        return self.sizes.get(size)
+
+    def error_of(self, mode: CUDAGraphMode, size: int, num_active_loras: int) -> str | None:
+        """Why there is no such capture, if it failed."""
+        if mode is CUDAGraphMode.FULL:
+            return self.failed_steps.get((size, num_active_loras))
+        return self.failed.get(size)
+
+    def disable(
+        self, mode: CUDAGraphMode, size: int, num_active_loras: int, fault: str, is_padded: bool
+    ) -> None:
+        """Serve nothing from a capture any more; or, if padding is the fault, nothing padded."""
+        captures: dict[Any, CapturedSize] = self.sizes
+        failed: dict[Any, str] = self.failed
+        key: Any = size
+        if mode is CUDAGraphMode.FULL:
+            captures, failed, key = self.steps, self.failed_steps, (size, num_active_loras)
+        if is_padded:
+            captures[key] = dataclasses.replace(captures[key], padding_fault=fault)
+        else:
+            del captures[key]
+            failed[key] = fault
 
     def buffers(self, padded: Sizes, sizes: Sizes) -> dict[str, torch.Tensor]:
         """What graphs read the copied arguments from: the rows of a batch, by argument."""
@@ -111,52 +196,32 @@ class Captures:
         return rows
 
     def forget(self, args: Sequence[Any]) -> None:
-        """Something that graphs read in place lies elsewhere in this call: drop them all.
+        """Something that graphs read in place lies elsewhere in this call: drop them.
 
         A parameter that moved was replaced and will stay. Other small tensors that move a
-        second time are copied like arguments from then on.
+        second time are copied like arguments from then on. What only split ops read is in
+        place for whole steps only, so pieces stay.
         """
-        for position in self._moved(args):
-            self._moves[position] = self._moves.get(position, 0) + 1
+        moved = self.bound.moved(args)
+        self.bound.note_moves(moved)
+        if self.sizes and self.bound.by_pieces.isdisjoint(moved):
+            self.steps.clear()
+            self.prepared.clear()
+            self._bind(args, self.bound.positions)
+            return
         self._clear()
-        self._addresses, self._owners = {}, {}
-
-    @property
-    def bound(self) -> tuple[int, ...]:
-        """Positions of the inputs that graphs read where they were at capture."""
-        return tuple(self._addresses)
+        self.bound.release()
 
     def fit(self, args: Sequence[Any]) -> bool:
         """Everything that graphs read in place lies where it was at capture."""
-        return bool(self._addresses) and not self._moved(args)
-
-    def do_not_fit(self, args: Sequence[Any]) -> bool:
-        """Something lies elsewhere."""
-        return bool(self._moved(args))
-
-    def belong_to(self, args: Sequence[Any]) -> bool:
-        """The call is one of the instance that they were captured for, moved or not."""
-        owners = {position: owner() for position, owner in self._owners.items()}
-        alive = {position: owner for position, owner in owners.items() if owner is not None}
-        return bool(alive) and all(args[position] is owner for position, owner in alive.items())
-
-    def belong_to_another(self, args: Sequence[Any]) -> bool:
-        """The call is one of another instance of the model, or with another large cache."""
-        owners = {position: self._owners[position]() for position in self._moved(args)}
-        return any(
-            owner is not None and owner is not args[position] and not _is_copied(args[position])
-            for position, owner in owners.items()
-        )
-
-    @property
-    def are_alive(self) -> bool:
-        """Some parameter or cache that they read still exists."""
-        return any(owner() is not None for owner in self._owners.values())
+        return bool(self.bound.positions) and not self.bound.moved(args)
 
     def _clear(self) -> None:
         self.sizes.clear()
+        self.steps.clear()
         self.prepared.clear()
         self.failed.clear()
+        self.failed_steps.clear()
         self.hits.clear()
         self._static_inputs = None
         self._arena = Arena(self.graph.device)
@@ -167,37 +232,37 @@ class Captures:
 
         def on_death(_: object) -> None:
             captures = this()
-            if captures is not None and not captures.are_alive:
+            if captures is not None and not captures.bound.are_alive:
                 captures._clear()
 
-        self._addresses = {i: args[i].data_ptr() for i in positions}
-        self._owners = {i: weakref.ref(args[i], on_death) for i in positions}
-
-    def _moved(self, args: Sequence[Any]) -> list[int]:
-        return [i for i, address in self._addresses.items() if args[i].data_ptr() != address]
-
-    def _copied(self, args: Sequence[Any]) -> frozenset[int]:
-        return frozenset(
-            position
-            for position, moves in self._moves.items()
-            if moves > 1 and _is_copied(args[position])
-        )
+        self.bound.bind(args, positions, on_death)
 
     def _request(
-        self, size: int, args: Sequence[Any], sizes: Sizes, table: PaddingTable
+        self,
+        size: int,
+        args: Sequence[Any],
+        sizes: Sizes,
+        table: PaddingTable,
+        whole: CompiledGraph | None = None,
     ) -> CaptureRequest:
-        token_dim = self.graph.token_dim
-        largest = token_dim.padded(sizes, table.largest)
+        graph = whole or self.graph
+        token_dim = graph.token_dim
+        largest = self.graph.as_whole_step().token_dim.padded(sizes, self._largest)
         if self._static_inputs is None:
             self._static_inputs = StaticInputs.of(
-                self.graph, self._arena, largest, self._copied(args)
+                self.graph,
+                self._arena,
+                largest,
+                self.bound.copied(args),
+                for_whole_steps=self._has_steps,
             )
-            self._bind(args, self._static_inputs.bound)
+            self.bound.by_pieces = frozenset(self._static_inputs.bound)
+            self._bind(args, self._static_inputs.of_whole_step().bound)
         fewest = table.smallest_padded(size) if token_dim.tokens else size
         assert self._make_pool is not None
         self._pool = self._pool or self._make_pool(self.graph.device)
         return CaptureRequest(
-            graph=self.graph,
+            graph=graph,
             pool=self._pool,
             arena=self._arena,
             static_inputs=self._static_inputs,
@@ -212,15 +277,21 @@ class Captures:
         )
 
 
-def _is_copied(tensor: torch.Tensor) -> bool:
-    """May be copied, should it move again and again."""
-    return not isinstance(tensor, torch.nn.Parameter) and tensor.nbytes <= _MAX_COPIED_BYTES
+class _ForTrial(EmulatedGraphPool):
+    """Imitates graphs on the stream of a real pool."""
+
+    def __init__(self, device: torch.device, pool: GraphPool) -> None:
+        super().__init__(device)
+        self._pool = pool
+
+    @contextlib.contextmanager
+    def side_stream(self) -> Iterator[None]:
+        with self._pool.side_stream():
+            yield
 
 
-def _pool_maker(device: torch.device, config: Config) -> Callable[[torch.device], GraphPool] | None:
-    """What makes graphs for a device, if they are wanted and exist."""
-    if config.cudagraph_mode is CUDAGraphMode.NONE:
-        return None
+def pool_maker(device: torch.device, config: Config) -> Callable[[torch.device], GraphPool] | None:
+    """What makes graphs for a device, if they exist."""
     if config.graph_impl == "emulated":
         return EmulatedGraphPool
     return CudaGraphPool if device.type == "cuda" else None

@@ -59,6 +59,22 @@ class CompiledGraph:
         """What serves every instance at these sizes."""
         return tuple(self.choice_at(position, sizes) for position in range(len(self.instances)))
 
+    def as_whole_step(self) -> CompiledGraph:
+        """The same, for batches in which every size is the token count.
+
+        Sizes that only split ops see are symbols of their own, if the fake implementations do
+        not say that they are equal; pieces are not concerned.
+        """
+        every = frozenset(range(len(self.token_dim.symbols)))
+        return dataclasses.replace(
+            self,
+            token_dim=dataclasses.replace(self.token_dim, tokens=every),
+            layouts={
+                name: dataclasses.replace(layout, is_dynamic=layout.is_varying)
+                for name, layout in self.layouts.items()
+            },
+        )
+
     def require_alike(self, state: Mapping[int, Any]) -> None:
         """What replaced state of the model is of the kind that the trace saw.
 

@@ -17,6 +17,8 @@ from typing import Any
 from piecewise_backend import _torch
 from piecewise_backend.batch import CUDAGraphMode, default_capture_sizes
 from piecewise_backend.errors import ConfigError
+from piecewise_backend.grid import divisible_by
+from piecewise_backend.presets import options_of_mode
 
 _ENV_PREFIX = "PIECEWISE_"
 _CHOICES: dict[str, tuple[object, ...]] = {
@@ -27,6 +29,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "level": (0, 1, 2, 3),
     "skip_guards": (False, True),
     "check_guards": (False, True),
+    "cudagraph_specialize_lora": (False, True),
 }
 # The grid when the user names no sizes: up to 256 sequences, as serving engines default to.
 _DEFAULT_MAX_NUM_SEQS = 256
@@ -46,14 +49,30 @@ class Config:
     inductor_compile_config: tuple[tuple[str, Any], ...] = ()
     """Inductor options for every piece; given as a mapping."""
 
-    cudagraph_mode: CUDAGraphMode = CUDAGraphMode.PIECEWISE
-    """What is replayed from graphs."""
+    cudagraph_mode: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE
+    """What is replayed from graphs, as far as the split ops can be part of one."""
+
+    decode_query_len: int = 1
+    """Tokens of each sequence in a uniform decode batch: 1 + speculative tokens."""
+
+    max_loras: int = 0
+    """Most adapters that a batch may use (`pw.batch(num_active_loras=...)`)."""
+
+    cudagraph_specialize_lora: bool = True
+    """Graphs of whole steps for several numbers of active adapters; False: with and without."""
 
     cudagraph_capture_sizes: tuple[int, ...] = ()
     """Token counts that graphs exist for, ascending; `default_capture_sizes(256)` if not given."""
 
     max_cudagraph_capture_size: int | None = None
     """Sizes above this are dropped."""
+
+    tensor_parallel_size: int = 1
+    """Sizes that are no multiples of this are dropped."""
+
+    max_graphs: int | None = None
+    """Most graphs that one trace may have: pieces times sizes, and whole steps. Of too many
+    sizes the smallest, the largest, and those that save most padding are kept."""
 
     cudagraph_num_of_warmups: int = 1
     """Runs of each compiled piece before its first capture at a size."""
@@ -100,8 +119,8 @@ class Config:
 
         Args:
             options: the `options=` of `torch.compile`.
-            mode: its `mode=`. "reduce-overhead" is what this backend does anyway;
-                "max-autotune" and "max-autotune-no-cudagraphs" set Inductor's options.
+            mode: its `mode=`. "reduce-overhead" is what this backend does anyway; "O0" to "O3"
+                are presets; "max-autotune" and "max-autotune-no-cudagraphs" set Inductor's options.
 
         Raises:
             ConfigError: an unknown option, variable or mode, or a value of the wrong kind.
@@ -122,6 +141,7 @@ class Config:
                 f"max_cudagraph_capture_size={limit} leaves none of the sizes {list(sizes)}; "
                 "raise it, or set cudagraph_mode='none' to run without graphs"
             )
+        kept = divisible_by(kept, values.get("tensor_parallel_size", 1))
         if values.get("level", 3) < 3:
             values |= {"compiler": "eager", "cudagraph_mode": CUDAGraphMode.NONE}
         return cls(**(values | {"cudagraph_capture_sizes": kept}))
@@ -167,29 +187,17 @@ def _parse(name: str, text: str, variable: str) -> Any:
     return text
 
 
-def options_of_mode(mode: str | None) -> dict[str, Any]:
-    """The options that a `torch.compile` mode string stands for.
-
-    Raises:
-        ConfigError: no such mode.
-    """
-    if mode in (None, "default", "reduce-overhead"):
-        return {}
-    if mode not in ("max-autotune", "max-autotune-no-cudagraphs"):
-        raise ConfigError(
-            f"mode={mode!r} is not known; use 'default', 'reduce-overhead', 'max-autotune', "
-            "'max-autotune-no-cudagraphs', or options={...}"
-        )
-    patches = _torch.mode_patches(mode)
-    patches.pop("triton.cudagraphs", None)
-    values: dict[str, Any] = {"inductor_compile_config": patches}
-    if mode.endswith("no-cudagraphs"):
-        values["cudagraph_mode"] = CUDAGraphMode.NONE
-    return values
-
-
 _SWITCHES = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
-_INTEGERS = {"max_cudagraph_capture_size": 1, "cudagraph_num_of_warmups": 0, "capture_after": 0}
+_INTEGERS = {
+    "max_cudagraph_capture_size": 1,
+    "cudagraph_num_of_warmups": 0,
+    "capture_after": 0,
+    "decode_query_len": 1,
+    "max_loras": 0,
+    "tensor_parallel_size": 1,
+    "max_graphs": 1,
+}
+_MAY_BE_NONE = ("max_cudagraph_capture_size", "max_graphs")
 
 
 def _checked(name: str, value: Any) -> Any:
@@ -200,7 +208,7 @@ def _checked(name: str, value: Any) -> Any:
         return value
     if name in _INTEGERS:
         least = _INTEGERS[name]
-        if name == "max_cudagraph_capture_size" and value is None:
+        if name in _MAY_BE_NONE and value is None:
             return None
         if not _is_int(value) or value < least:
             raise ConfigError(f"{name}={value!r}; give an integer of at least {least}")

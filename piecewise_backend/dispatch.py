@@ -1,20 +1,48 @@
-"""Decide how one batch is served: from graphs of some size, or without and why.
+"""Decide which graphs may serve a batch, or why none can.
 
-In:  the symbol values of a batch.
-Out: a capture size, or a `FallbackReason`.
+In:  the symbol values of a batch, and what the caller states about it.
+Out: `Target`s, best first, or a `FallbackReason`.
 Knows nothing of what was captured.
+
+The order is vLLM's: a graph of the whole step, then graphs of the pieces, then none.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from piecewise_backend.batch import CUDAGraphMode, FallbackReason, PaddingTable
+from piecewise_backend.batch import BatchDescriptor, CUDAGraphMode, FallbackReason, PaddingTable
+from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.config import Config
+from piecewise_backend.current_batch import BatchFacts
+from piecewise_backend.grid import (
+    lora_case_of,
+    lora_cases,
+    max_sizes_for,
+    multiples_of_query_len,
+    within_budget,
+)
 from piecewise_backend.sizes import Sizes, TokenDim
 
 STATIC_SIZE = 0
 """Stands for the only size of a graph without varying dimensions."""
+
+_FULL, _PIECEWISE, _NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Target:
+    """The graphs that could serve a batch."""
+
+    mode: CUDAGraphMode
+    """FULL or PIECEWISE."""
+    size: int
+    """A capture size."""
+    num_active_loras: int = 0
+    """Of the batch they were captured for; pieces do not depend on it."""
+
+
+Decision = tuple[Target, ...] | FallbackReason
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,40 +50,158 @@ class Dispatcher:
     """The dispatch table of one graph."""
 
     token_dim: TokenDim
-    table: PaddingTable
+    tables: dict[CUDAGraphMode, PaddingTable]
+    """For FULL and for PIECEWISE."""
     mode: CUDAGraphMode
     has_graphs: bool
     """A graph implementation exists for the device."""
     static_num_tokens: int
     """For a graph without varying dimensions: how many tokens it was traced with."""
+    decode_query_len: int
+    loras: tuple[int, ...]
 
     @classmethod
     def of(
-        cls, token_dim: TokenDim, config: Config, has_graphs: bool, static_num_tokens: int
+        cls,
+        graph: CompiledGraph,
+        config: Config,
+        mode: CUDAGraphMode,
+        has_graphs: bool,
+        static_num_tokens: int,
     ) -> Dispatcher:
-        """From the options of a model."""
-        table = PaddingTable(config.cudagraph_capture_sizes, config.max_padding_factor)
-        return cls(token_dim, table, config.cudagraph_mode, has_graphs, static_num_tokens)
+        """From the options of a model.
 
-    def decide(self, sizes: Sizes) -> int | FallbackReason:
-        """The capture size for a batch, or why it runs without graphs."""
-        if self.mode is CUDAGraphMode.NONE:
+        Args:
+            mode: what the option for it became, see `modes`.
+
+        Raises:
+            ConfigError: the graphs of one size are more than there may be.
+        """
+        loras = lora_cases(config.max_loras, config.cudagraph_specialize_lora)
+        sizes = config.cudagraph_capture_sizes
+        if config.max_graphs is not None:
+            used = {mode.for_decode, mode.for_mixed}
+            per_size = len(graph.instances) * (_PIECEWISE in used) + len(loras) * (_FULL in used)
+            sizes = within_budget(sizes, max_sizes_for(config.max_graphs, max(per_size, 1)))
+        # Only uniform batches have a query length; FULL alone serves all others, too.
+        is_uniform = mode is not _FULL
+        full = multiples_of_query_len(sizes, config.decode_query_len) if is_uniform else sizes
+        tables = {
+            _FULL: PaddingTable(full, config.max_padding_factor),
+            _PIECEWISE: PaddingTable(sizes, config.max_padding_factor),
+        }
+        return cls(
+            graph.token_dim,
+            tables,
+            mode,
+            has_graphs,
+            static_num_tokens,
+            config.decode_query_len,
+            loras,
+        )
+
+    @property
+    def largest(self) -> int:
+        """The largest capture size of any mode."""
+        return max(table.largest for table in self.tables.values())
+
+    def decide(self, sizes: Sizes, facts: BatchFacts | None) -> Decision:
+        """What may serve a batch, best first, or why it runs without graphs.
+
+        Raises:
+            ContractError: the facts contradict the sizes.
+        """
+        num_tokens = self.token_dim.num_tokens(sizes)
+        if facts is not None and isinstance(num_tokens, int) and self.token_dim.tokens:
+            facts.require(num_tokens, self.decode_query_len)
+        if self.mode is _NONE:
             return FallbackReason.DISABLED
         if not self.has_graphs:
             return FallbackReason.NO_GRAPHS_ON_DEVICE
-        num_tokens = self.token_dim.num_tokens(sizes)
         if isinstance(num_tokens, FallbackReason):
             return num_tokens
-        if not self.token_dim.tokens:
-            return self._decide_static()
-        return self.table.lookup(num_tokens)
+        if facts is not None and facts.mode is _NONE:
+            return FallbackReason.ANOTHER_RANK
+        is_uniform = facts is not None and facts.uniform
+        best = self.mode.for_decode if is_uniform else self.mode.for_mixed
+        modes = [mode for mode in dict.fromkeys((best, self.mode.for_mixed)) if mode is not _NONE]
+        if facts is not None and facts.mode is _PIECEWISE:
+            modes = [mode for mode in modes if mode is _PIECEWISE]
+        if not modes:
+            return FallbackReason.MODE_HAS_NONE
+        found = [self._target(mode, num_tokens, sizes, facts) for mode in modes]
+        targets = tuple(target for target in found if isinstance(target, Target))
+        return targets or next(reason for reason in found if isinstance(reason, FallbackReason))
 
-    def _decide_static(self) -> int | FallbackReason:
+    def _target(
+        self, mode: CUDAGraphMode, num_tokens: int, sizes: Sizes, facts: BatchFacts | None
+    ) -> Target | FallbackReason:
+        if mode is _FULL and any(size != num_tokens for size in sizes):
+            return FallbackReason.TOKEN_DIMS_DIFFER  # of what only split ops see
+        loras = facts.num_active_loras if facts is not None and mode is _FULL else 0
+        if self.token_dim.tokens:
+            at_least = facts.pad_to if facts is not None and num_tokens else 0
+            size = self.tables[mode].lookup(max(num_tokens, at_least))
+        else:
+            size = self._static_size(self.tables[mode].largest)
+        if isinstance(size, FallbackReason):
+            return size
+        return Target(mode, size, lora_case_of(loras, self.loras))
+
+    def _static_size(self, largest: int) -> int | FallbackReason:
         if self.static_num_tokens == 0:
             return FallbackReason.EMPTY_BATCH
-        if self.static_num_tokens > self.table.largest:
-            return FallbackReason.SIZE_ABOVE_GRID
-        return STATIC_SIZE
+        return FallbackReason.SIZE_ABOVE_GRID if self.static_num_tokens > largest else STATIC_SIZE
+
+    def num_tokens(self, sizes: Sizes) -> int:
+        """Real tokens of a batch that graphs serve."""
+        counted = self.token_dim.num_tokens(sizes)
+        is_varying = self.token_dim.tokens and isinstance(counted, int)
+        return counted if is_varying else self.static_num_tokens  # type: ignore[return-value]
+
+    def descriptor(self, target: Target, facts: BatchFacts | None) -> BatchDescriptor:
+        """Of the batch that a capture of a whole step is made for."""
+        size = target.size or self.static_num_tokens
+        is_uniform = facts is not None and facts.uniform
+        return BatchDescriptor(
+            num_tokens=size,
+            num_reqs=size // self.decode_query_len if is_uniform else None,
+            uniform=is_uniform,
+            num_active_loras=target.num_active_loras,
+        )
+
+    def wanted(self, mode: CUDAGraphMode) -> list[BatchDescriptor]:
+        """What warm-up captures in FULL or in PIECEWISE mode; nothing if it is not used."""
+        if not self.has_graphs or mode not in (self.mode.for_decode, self.mode.for_mixed):
+            return []
+        sizes = self.tables[mode].sizes
+        if mode is _PIECEWISE:
+            return [BatchDescriptor(num_tokens=size) for size in sizes]
+        is_uniform = self.mode.for_mixed is not _FULL
+        return [
+            BatchDescriptor(
+                num_tokens=size,
+                num_reqs=size // self.decode_query_len if is_uniform else None,
+                uniform=is_uniform,
+                num_active_loras=loras,
+            )
+            for size in sizes
+            for loras in self.loras
+        ]
+
+    def trials(self, mode: CUDAGraphMode) -> list[BatchDescriptor]:
+        """The batches to verify captures with: without padding, with the least, with the most."""
+        if not self.token_dim.tokens:
+            return []
+        found = []
+        for descriptor in self.wanted(mode):
+            size, step = descriptor.num_tokens, self.decode_query_len if descriptor.uniform else 1
+            fewest = -(-self.tables[mode].smallest_padded(size) // step) * step
+            for num_tokens in dict.fromkeys((size, max(size - step, fewest), fewest)):
+                num_reqs = num_tokens // step if descriptor.uniform else None
+                trial = dataclasses.replace(descriptor, num_tokens=num_tokens, num_reqs=num_reqs)
+                found.append(trial)
+        return found
 
     def detail(self, reason: FallbackReason, sizes: Sizes) -> str:
         """What to tell the user about a fallback beside its reason."""
@@ -64,8 +210,9 @@ class Dispatcher:
         if reason is FallbackReason.EMPTY_BATCH:
             return "branches of the model on an empty batch go as for more tokens"
         if reason is FallbackReason.SIZE_ABOVE_GRID:
-            largest = self.table.largest
-            return f"largest size: {largest}; add larger ones to cudagraph_capture_sizes"
+            return f"largest size: {self.largest}; add larger ones to cudagraph_capture_sizes"
         if reason is FallbackReason.PADDING_TOO_LARGE:
-            return f"sizes: {self.table.sizes}; add one nearer to the batch"
+            return f"sizes: {self.tables[_PIECEWISE].sizes}; add one nearer to the batch"
+        if reason is FallbackReason.MODE_HAS_NONE:
+            return f"{self.mode.value}; state uniform decode batches with pw.batch"
         return ""

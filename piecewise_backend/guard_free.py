@@ -20,11 +20,12 @@ from torch import nn
 from piecewise_backend import _torch
 from piecewise_backend.api import MakeInputs, rebind, report, seal, static_inputs, warmup
 from piecewise_backend.backend import piecewise
-from piecewise_backend.config import Config, options_of_mode
+from piecewise_backend.config import Config
 from piecewise_backend.dynamic_dims import Dims, DynamicDims
 from piecewise_backend.entry import Entry, make_entry
 from piecewise_backend.errors import ConfigError, ContractError
 from piecewise_backend.past_dynamo import reason_in_hooks
+from piecewise_backend.presets import options_of_mode
 from piecewise_backend.report import Report
 from piecewise_backend.runtime import Runtime
 from piecewise_backend.session import Session
@@ -108,9 +109,9 @@ class Compiled:
             return self.original(*args, **kwargs)  # part of what is traced, or switched off
         return self._call(*args, **kwargs)
 
-    def warmup(self, make_inputs: MakeInputs, *, seal: bool = True) -> Report:
+    def warmup(self, make_inputs: MakeInputs, *, seal: bool = True, verify: bool = True) -> Report:
         """See `pw.warmup`."""
-        return warmup(self, make_inputs, seal=seal)
+        return warmup(self, make_inputs, seal=seal, verify=verify)
 
     def rebind(self) -> Report:
         """See `pw.rebind`."""

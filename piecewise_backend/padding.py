@@ -91,7 +91,7 @@ def find_padding_fault(padded: PaddedCall, *, is_thorough: bool = True) -> str |
             verdicts += [_same(filled[0], other) for other in filled[1:]]
             if real_integers is None:
                 faults.append(f"{where} depends on the padded size")
-                verdicts.append(_near(filled[0], exact[position]))
+                verdicts.append(near(filled[0], exact[position]))
     # One wait for the device, not one per comparison.
     passed = torch.stack(verdicts).tolist() if verdicts else []
     return next((fault for fault, ok in zip(faults, passed, strict=True) if not ok), None)
@@ -258,7 +258,15 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return equal.all()
 
 
-def _near(a: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+def is_near(a: torch.Tensor, c: torch.Tensor) -> bool:
+    """Equal but for rounding, with NaN in the same places."""
+    if not (a.is_floating_point() or a.is_complex()):
+        return a.equal(c)
+    return bool(near(a, c).item()) and a.isnan().equal(c.isnan())
+
+
+def near(a: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """The same without a look at NaN, and without waiting for the device."""
     if a.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=a.device)
     if a.is_complex():

@@ -7,7 +7,6 @@ Knows nothing of how a capture is made.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,35 +17,11 @@ from piecewise_backend import _torch
 from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.errors import ContractError
 from piecewise_backend.plan import Plan, Source, unpack
+from piecewise_backend.rows import RowTable
 from piecewise_backend.sizes import Layout, SizeFunction, Sizes
 from piecewise_backend.split_ops import bind_split_op, returned_arguments
 from piecewise_backend.static_inputs import StaticInputs
 from piecewise_backend.steps import Constant, Host, SplitOp, Value, reads
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RowTable:
-    """What a plan needs for one token count: views of its buffers, and numbers."""
-
-    tensors: tuple[tuple[torch.Tensor, Layout], ...]
-    numbers: SizeFunction
-    for_split_ops: frozenset[int]
-    """Positions of the tensors that split ops are given."""
-
-    def are_contiguous_as_promised(self, sizes: Sizes) -> bool:
-        """What eager would give to split ops contiguous is so in the rows of a padded tensor.
-
-        It is not if the token dimension is not the first, and a kernel may rely on it.
-        """
-        return all(
-            layout.rows(tensor, sizes).is_contiguous() or not layout.is_contiguous(sizes)
-            for tensor, layout in (self.tensors[i] for i in self.for_split_ops)
-        )
-
-    def at(self, sizes: Sizes) -> tuple[Any, ...]:
-        """The `rows` argument of the plan for a batch of these sizes."""
-        views = (layout.rows(tensor, sizes) for tensor, layout in self.tensors)
-        return (*views, *self.numbers(sizes))
 
 
 class InputMoved(Exception):
@@ -81,6 +56,7 @@ class PlanWriter:
         self.given_to_split_ops: set[int] = set()
         self.written: set[int] = set()
         self.aliases: dict[str, int] = {}
+        self.zeroed: list[tuple[torch.Tensor, Layout]] = []
         self.positions = {item.name: i for i, item in enumerate(graph.split.inputs)}
 
     def note_write(self, storage_address: int) -> None:
@@ -108,6 +84,21 @@ class PlanWriter:
         """Before a split op fills a buffer of integers: a piece may use padded rows as indices,
         and whatever the memory held before need not be one."""
         self.code.add(f"{self.code.bind(tensor, 'padded_')}.zero_()")
+
+    def add_padding(self) -> None:
+        """Split ops are in the graph and will see padded rows: zeros in every argument."""
+        for position in self.static_inputs.staged:
+            layout = self.graph.layouts[self.graph.split.inputs[position].name]
+            if layout.is_dynamic:
+                buffer = self.static_inputs.buffer(position, self.sizes)
+                self.zeroed.append((_torch.weak_view(buffer), layout))
+        if self.zeroed:
+            zero = self.code.bind(torch._foreach_zero_)
+            self.code.add(f"for group in padding: {zero}(group)")
+
+    def add_call(self, function: Callable[[], object]) -> None:
+        """Append the call of a function that takes nothing."""
+        self.code.add(f"{self.code.bind(function)}()")
 
     def add_split_op(self, op: SplitOp) -> None:
         """Append the call of a split op; what pieces read of its results goes to buffers."""
@@ -145,9 +136,12 @@ class PlanWriter:
         tail = [*self._copies_back(), f"return {returned}"]
         names = [f"r{i}" for i in range(len(self.tensors))]
         names += [f"n{i}" for i in range(len(self.numbers))]
+        names += ["padding"] if self.zeroed else []
         self.code.lines = [*head[:1], unpack(names, "rows"), *head[1:], *body, *tail]
         numbers = SizeFunction(self.graph.split.symbols, tuple(self.numbers))
-        table = RowTable(tuple(self.tensors), numbers, frozenset(self.given_to_split_ops))
+        table = RowTable(
+            tuple(self.tensors), numbers, frozenset(self.given_to_split_ops), tuple(self.zeroed)
+        )
         return self.code.build("plan"), table
 
     def _text(self, ref: Value | Host | Constant) -> str:

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable
-from typing import TypeVar
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 from piecewise_backend import _torch
+from piecewise_backend.batch import BatchDescriptor
 from piecewise_backend.errors import ConfigError
+from piecewise_backend.modes import CaptureSupport
 
 T = TypeVar("T")
+BeforeReplay = Callable[[BatchDescriptor], None]
 
 PRESETS: dict[str, tuple[str, ...]] = {
     "attention": (
@@ -40,15 +44,41 @@ PRESETS: dict[str, tuple[str, ...]] = {
 }
 """Groups of ops by name. Members that are not installed are left out."""
 
-_registered: dict[str, None] = {}  # an ordered set: torch.library's registry is process-wide too
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SplitOpTraits:
+    """What the registration of an op says about it."""
+
+    capture: CaptureSupport = CaptureSupport.NEVER
+    before_replay: tuple[BeforeReplay, ...] = ()
+    """Called before every replay of a graph that the op is part of."""
 
 
-def register_splitting_op(op: T) -> T:
-    """Make graphs be cut at `op`: it runs between pieces, outside of every graph.
+_DECORATE = object()
+_registered: dict[str, SplitOpTraits] = {}  # process-wide, as torch.library's registry is
+
+
+def register_splitting_op(
+    op: Any = _DECORATE,
+    /,
+    *,
+    capture: str | None = None,
+    before_replay: BeforeReplay | None = None,
+) -> Any:
+    """Make graphs be cut at `op`: it runs between pieces, outside of every piece's graph.
 
     Args:
         op: "ns::op" (every overload), "ns::op.overload", an OpOverload, `torch.ops.ns.op`,
             or the object that `torch.library.custom_op` returns; so it also decorates one.
+            Without it, a decorator.
+        capture: the batches for which the op may be part of a graph of the whole step:
+            "always"; "uniform_batch", if all sequences have as many tokens;
+            "uniform_single_token_decode", if all have one; "never", which is the default.
+            In such a graph the op is given padded rows, in which every argument is zero.
+        before_replay: called with the descriptor of the batch before a graph that contains the
+            op is replayed, on the current stream. A graph repeats the numbers that the op took
+            from the host at capture: here is the place to write those of this batch to the
+            device buffers that the op's kernels read.
 
     Returns:
         `op`, unchanged.
@@ -56,10 +86,28 @@ def register_splitting_op(op: T) -> T:
     Raises:
         ConfigError: no such operator exists, with the nearest name that does.
     """
+    if op is _DECORATE:
+        return functools.partial(
+            register_splitting_op, capture=capture, before_replay=before_replay
+        )
     name = op if isinstance(op, str) else _name_of_object(op)
     _check_exists(name)
-    _registered.setdefault(name)
+    before = _registered.get(name, SplitOpTraits())
+    support = before.capture if capture is None else CaptureSupport.of(capture)
+    hooks = before.before_replay
+    if before_replay is not None and before_replay not in hooks:
+        hooks = (*hooks, before_replay)
+    _registered[name] = SplitOpTraits(support, hooks)
     return op
+
+
+def traits_of(name: str) -> SplitOpTraits:
+    """What was registered for an op, by whichever of its names; nothing if it was not."""
+    op, _, overload = name.partition(".")
+    for known in (name, op, f"{op}.{overload or 'default'}"):
+        if known in _registered:
+            return _registered[known]
+    return SplitOpTraits()
 
 
 def registered_splitting_ops() -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from piecewise_backend.render import piece_table
 from piecewise_backend.runtime import Runtime
-from piecewise_backend.session import Session
+from piecewise_backend.session import Session, WarmupState
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,6 +24,12 @@ class GraphReport:
     """The counters of this graph (`CompilationCounter`)."""
     captured_sizes: tuple[int, ...]
     """Token counts that graphs exist for, descending; 0 stands for a graph of static shapes."""
+    captured_steps: tuple[int, ...]
+    """The same for graphs of whole steps."""
+    mode: str
+    """The graph mode."""
+    mode_reason: str
+    """Why it is not the one that was asked for; or empty."""
     num_replays: int
     """Calls served from graphs."""
     fallbacks: Mapping[str, int]
@@ -41,7 +47,11 @@ class GraphReport:
         lines = [self.table, ""]
         lines += [f"{name}: {count}" for name, count in self.counts.items()]
         sizes = ", ".join(map(str, self.captured_sizes)) or "none"
+        reason = f" ({self.mode_reason})" if self.mode_reason else ""
+        lines.append(f"mode: {self.mode}{reason}")
         lines.append(f"captured sizes: {sizes} ({self.capture_seconds:.2f} s)")
+        if self.captured_steps:
+            lines.append(f"captured as whole steps: {', '.join(map(str, self.captured_steps))}")
         lines.append(f"steps from graphs: {self.num_replays}")
         lines += [f"steps without, {reason}: {n}" for reason, n in self.fallbacks.items()]
         lines += [f"assumed about sizes: {condition}" for condition in self.conditions]
@@ -56,11 +66,13 @@ class Report:
 
     graphs: tuple[GraphReport, ...]
     is_sealed: bool
+    state: WarmupState
+    """How far warm-up came."""
     guards_kept: str
     """Why calls go through Dynamo's guards; empty if they do not."""
 
     def __str__(self) -> str:
-        state = "sealed" if self.is_sealed else "not sealed"
+        state = f"{self.state.value}, {'sealed' if self.is_sealed else 'not sealed'}"
         guards = f"guards kept ({self.guards_kept})" if self.guards_kept else "no guards"
         head = f"piecewise: {len(self.graphs)} graph(s), {state}, {guards}"
         return "\n\n".join([head, *map(str, self.graphs)])
@@ -68,16 +80,20 @@ class Report:
 
 def report_session(session: Session, guards_kept: str) -> Report:
     """The state of a compiled model at this moment."""
-    return Report(tuple(map(_report_runtime, session.runtimes)), session.is_sealed, guards_kept)
+    graphs = tuple(map(_report_runtime, session.runtimes))
+    return Report(graphs, session.is_sealed, session.state, guards_kept)
 
 
 def _report_runtime(runtime: Runtime) -> GraphReport:
-    graph = runtime.graph
+    graph, captures = runtime.graph, runtime.captures
     conditions = {c for v in graph.versions for version in v.compiled for c in version.conditions}
     return GraphReport(
         table=piece_table(graph.split, graph.instances),
         counts=runtime.counters.counts(),
         captured_sizes=tuple(sorted(runtime.captures.sizes, reverse=True)),
+        captured_steps=tuple(sorted({size for size, _ in captures.steps}, reverse=True)),
+        mode=runtime.mode.value,
+        mode_reason=runtime.mode_reason,
         num_replays=runtime.statistics.num_replays,
         fallbacks={r.value: n for r, n in runtime.statistics.fallbacks.items()},
         conditions=tuple(sorted(conditions)),
@@ -86,6 +102,7 @@ def _report_runtime(runtime: Runtime) -> GraphReport:
             for size, captured in runtime.captures.sizes.items()
             if captured.padding_fault is not None
         },
-        capture_errors=dict(runtime.captures.failed),
+        capture_errors=dict(captures.failed)
+        | {size: error for (size, _), error in captures.failed_steps.items()},
         capture_seconds=runtime.captures.seconds,
     )

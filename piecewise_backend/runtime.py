@@ -8,7 +8,8 @@ The hot path is `_make_run`: one look-up by sizes, then the plan. All else leave
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,38 +17,32 @@ import torch
 
 from piecewise_backend import _torch
 from piecewise_backend.assumptions import Assumptions, refuse_assignments
-from piecewise_backend.batch import FallbackReason
-from piecewise_backend.capture import CapturedSize
-from piecewise_backend.captures import OF_ANOTHER_INSTANCE, Captures
+from piecewise_backend.batch import BatchDescriptor, CUDAGraphMode, FallbackReason
+from piecewise_backend.capture_request import CapturedSize
+from piecewise_backend.captures import OF_ANOTHER_INSTANCE, Captures, pool_maker
 from piecewise_backend.compiled import CompiledGraph
-from piecewise_backend.compiler import Call
 from piecewise_backend.config import Config
 from piecewise_backend.counters import CompilationCounter
-from piecewise_backend.dispatch import STATIC_SIZE, Dispatcher
+from piecewise_backend.current_batch import current
+from piecewise_backend.dispatch import STATIC_SIZE, Decision, Dispatcher, Target
 from piecewise_backend.dump import GraphDump
 from piecewise_backend.errors import CaptureError
 from piecewise_backend.fallbacks import Fallbacks
-from piecewise_backend.plan import dynamic_plan
+from piecewise_backend.graph_mode import graph_mode
+from piecewise_backend.parked import Parked
 from piecewise_backend.plan_writer import InputMoved, InputsOverlap
 from piecewise_backend.session import Session
-from piecewise_backend.sizes import SizeFunction, Sizes
+from piecewise_backend.sizes import Sizes
 from piecewise_backend.statistics import Statistics
 from piecewise_backend.turns import Turns
+from piecewise_backend.verification import verify
+from piecewise_backend.without_graphs import WithoutGraphs
+
+log = logging.getLogger(__name__)
 
 Args = Sequence[Any]
 
 _MAX_PREPARED = 4096  # token counts, times sizes that only split ops see, whose views are kept
-_MAX_INSTANCES = 64  # models of one class that are served in turn without capturing again
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class DynamicBinding:
-    """What the plan without graphs needs for one batch."""
-
-    numbers: tuple[Any, ...]
-    calls: tuple[Call, ...]
-    violation: str | None
-    """A condition that made a piece run as traced."""
 
 
 class Runtime:
@@ -68,23 +63,24 @@ class Runtime:
         self.statistics = Statistics()
         self._session = session
         self._dump = dump
-        self.captures = Captures(graph, config)
-        static_num_tokens = graph.static_num_tokens(example_args)
-        self.dispatcher = Dispatcher.of(
-            graph.token_dim, config, self.captures.is_possible, static_num_tokens
-        )
-        self._parked: list[Captures] = []
+        self.mode, self.mode_reason = graph_mode(graph, config)
+        """What the option became for this graph, and why."""
+        if self.mode_reason:
+            log.info("cudagraph_mode=%s: %s", self.mode.value, self.mode_reason)
+        has_graphs = pool_maker(graph.device, config) is not None
+        num_tokens = graph.static_num_tokens(example_args)
+        self.dispatcher = Dispatcher.of(graph, config, self.mode, has_graphs, num_tokens)
+        self.captures = Captures(graph, config, self.mode, self.dispatcher.largest)
+        self._parked = Parked()
         self._fallbacks = Fallbacks(self.statistics, config.on_fallback)
         self.turns = Turns(graph.device)
-        self._key_of = graph.token_dim.key_function()
+        self.key_of = graph.token_dim.key_function()
+        """Reads off the graph's arguments what `captures.prepared` goes by, beside facts."""
         self.rewritten: _torch.Rewritten | None = None
         """What Dynamo made of the function; None until it is done with it."""
-        self._assumptions = Assumptions(graph.token_dim)
-        plan, exprs = dynamic_plan(graph.split, graph.instances, graph.device)
-        self._dynamic = plan.function
-        self._dynamic_numbers = SizeFunction(graph.split.symbols, exprs)
-        self._dynamic_bindings: dict[Sizes, DynamicBinding] = {}
-        dump.write("plan_dynamic.py", plan.source)
+        on_violation = functools.partial(self._report_fallback, FallbackReason.ASSUMPTION)
+        self._without_graphs = WithoutGraphs(graph, on_violation)
+        dump.write("plan_dynamic.py", self._without_graphs.source)
         self.run = self._make_run()
         """Serves one call whose turn it is, with a list of the graph's arguments."""
         self.call = self._make_call()
@@ -105,20 +101,21 @@ class Runtime:
 
     def _make_run(self) -> Callable[[list[Any]], Any]:
         """Serve one call whose turn it is; the hot path."""
-        key_of, statistics, slow = self._key_of, self.statistics, self._slow
+        key_of, facts_of_call, slow = self.key_of, current.get, self._slow
 
         def run(args: list[Any]) -> Any:
-            ready = self.captures.prepared.get(key_of(args))
+            key, facts = key_of(args), facts_of_call()
+            ready = self.captures.prepared.get(key if facts is None else (facts, key))
             if ready is None:
                 return slow(args)
-            plan, rows = ready
+            plan, rows, tally = ready
             try:
                 result = plan(args, rows)
             except InputMoved:
                 return self._recover_from_move(args)
             except InputsOverlap:
                 return self._refuse_overlap(args)
-            statistics.num_replays += 1
+            tally.num_replays += 1
             return result
 
         return run
@@ -130,26 +127,35 @@ class Runtime:
 
     def _slow(self, args: Args) -> Any:
         sizes = self.graph.token_dim.read(args)
-        decision = self.dispatcher.decide(sizes)
+        decision: Decision = FallbackReason.DISABLED
+        if self._session.are_graphs_on:
+            decision = self.dispatcher.decide(sizes, current.get())
         if isinstance(decision, FallbackReason):
             return self._fall_back(args, sizes, decision)
-        captured = self.captures.sizes.get(decision)
-        if captured is not None:
-            is_padded = decision != self.graph.token_dim.num_tokens(sizes)
-            if is_padded and decision != STATIC_SIZE and captured.padding_fault is not None:
-                detail = f"{captured.padding_fault}; add the exact size to the grid"
-                return self._fall_back(args, sizes, FallbackReason.PADDING_UNSAFE, detail)
-            return self._prepare(captured, sizes, args)
-        if decision in self.captures.failed:
-            detail = self.captures.failed[decision]
-            return self._fall_back(args, sizes, FallbackReason.CAPTURE_ERROR, detail)
-        if self.captures.do_not_fit(args) or any(c.fit(args) for c in self._parked):
+        if self._session.capturing is not None:  # warm-up captures one mode after the other
+            decision = tuple(t for t in decision if t.mode is self._session.capturing) or decision
+        fault = None
+        for target in decision:
+            captured = self.captures.find(target.mode, target.size, target.num_active_loras)
+            if captured is None:
+                continue
+            is_padded = target.size not in (STATIC_SIZE, self.graph.token_dim.num_tokens(sizes))
+            if not is_padded or captured.padding_fault is None:
+                return self._prepare(captured, target, sizes, args)
+            fault = captured.padding_fault
+        if fault is not None:
+            detail = f"{fault}; add the exact size to the grid"
+            return self._fall_back(args, sizes, FallbackReason.PADDING_UNSAFE, detail)
+        errors = [self.captures.error_of(t.mode, t.size, t.num_active_loras) for t in decision]
+        if all(errors):
+            return self._fall_back(args, sizes, FallbackReason.CAPTURE_ERROR, str(errors[-1]))
+        if self.captures.bound.moved(args) or self._parked.have(args):
             return self._recover_from_move(args)
-        return self._not_captured(args, sizes, decision)
+        return self._not_captured(args, sizes, decision[-1])
 
-    def _prepare(self, captured: CapturedSize, sizes: Sizes, args: Args) -> Any:
+    def _prepare(self, captured: CapturedSize, target: Target, sizes: Sizes, args: Args) -> Any:
         """First batch with these sizes: make its views, keep them, and run."""
-        self._assumptions.require(sizes)
+        self._without_graphs.assumptions.require(sizes)
         prepared = self.captures.prepared
         if len(prepared) >= _MAX_PREPARED:
             prepared.clear()
@@ -159,89 +165,93 @@ class Runtime:
                 detail = "the token dimension of what a split op is given is not the first"
                 return self._fall_back(args, sizes, FallbackReason.PADDING_UNSAFE, detail)
         try:
+            if self._session.is_verifying:
+                return self._verify(captured, target, sizes, args)
             result = captured.plan.function(args, rows)
         except InputMoved:
             return self._recover_from_move(args)
         except InputsOverlap:
             return self._refuse_overlap(args)
-        prepared[self.graph.token_dim.key_of(sizes)] = (captured.plan.function, rows)
-        self.statistics.num_replays += 1
+        num_tokens = self.dispatcher.num_tokens(sizes)
+        tally = self.statistics.tally(target.mode, target.size, num_tokens)
+        key, facts = self.graph.token_dim.key_of(sizes), current.get()
+        ready = (captured.plan.function, rows, tally)
+        prepared[key if facts is None else (facts, key)] = ready
+        tally.num_replays += 1
         return result
 
-    def _not_captured(self, args: Args, sizes: Sizes, size: int) -> Any:
+    def _verify(self, captured: CapturedSize, target: Target, sizes: Sizes, args: Args) -> Any:
+        """Compare, and give up what is wrong: the size, or padding to it."""
+        run_without = functools.partial(self._without_graphs.run, args, sizes)
+        result, fault = verify(self.graph, captured, args, sizes, run_without)
+        if fault is not None:
+            num_tokens = self.dispatcher.num_tokens(sizes)
+            is_padded = target.size not in (STATIC_SIZE, num_tokens)
+            fault = f"verification at {num_tokens} tokens: {fault}"
+            self.captures.disable(
+                target.mode, target.size, target.num_active_loras, fault, is_padded
+            )
+        return result
+
+    def _not_captured(self, args: Args, sizes: Sizes, target: Target) -> Any:
         """Run without graphs; capture afterwards if it is time to."""
-        is_warming_up = self._session.is_capturing
+        is_warming_up = self._session.capturing is not None
         if self._session.is_sealed:
             detail = OF_ANOTHER_INSTANCE if self._parked else ""
             return self._fall_back(args, sizes, FallbackReason.NOT_CAPTURED, detail)
-        if not is_warming_up and not self._session.is_tracing:
+        if not is_warming_up and not self._session.is_quiet:
             self.statistics.count(FallbackReason.NOT_CAPTURED)
-        result = self._run_dynamic(args, sizes)
+        result = self._without_graphs.run(args, sizes)
         hits = self.captures.hits
-        hits[size] = hits.get(size, 0) + 1
-        is_due = hits[size] >= self.config.capture_after and not self._session.is_tracing
+        hits[target.size] = hits.get(target.size, 0) + 1
+        is_due = hits[target.size] >= self.config.capture_after and not self._session.is_quiet
+        # The capture of a whole step runs its split ops again, which only warm-up may.
+        is_due = is_due and target.mode is CUDAGraphMode.PIECEWISE
         if is_warming_up or is_due:
-            self._capture(args, sizes, size)
+            self._capture(args, sizes, target)
         return result
 
     def _fall_back(self, args: Args, sizes: Sizes, reason: FallbackReason, detail: str = "") -> Any:
-        if not self._session.is_tracing:
+        if not self._session.is_quiet:
             self._report_fallback(reason, sizes, detail)
-        return self._run_dynamic(args, sizes)
+        return self._without_graphs.run(args, sizes)
 
     def _report_fallback(self, reason: FallbackReason, sizes: Sizes, detail: str = "") -> None:
         self._fallbacks.report(reason, sizes, detail or self.dispatcher.detail(reason, sizes))
 
-    def _run_dynamic(self, args: Args, sizes: Sizes) -> Any:
-        binding = self._dynamic_bindings.get(sizes)
-        if binding is None:
-            binding = self._bind_dynamic(sizes)
-            if len(self._dynamic_bindings) >= _MAX_PREPARED:
-                self._dynamic_bindings.clear()
-            self._dynamic_bindings[sizes] = binding
-        if binding.violation is not None:
-            self._report_fallback(FallbackReason.ASSUMPTION, sizes, binding.violation)
-        return self._dynamic(args, binding.numbers, binding.calls)
-
-    def _bind_dynamic(self, sizes: Sizes) -> DynamicBinding:
-        self._assumptions.require(sizes)
-        choices = self.graph.choices_at(sizes)
-        violation = next((c.violation for c in choices if c.violation is not None), None)
-        calls = tuple(choice.call for choice in choices)
-        return DynamicBinding(self._dynamic_numbers(sizes), calls, violation)
-
     def _recover_from_move(self, args: Args) -> Any:
         """A bound input lies elsewhere now: no graph that read it may be replayed."""
-        self.graph.require_alike({i: args[i] for i in self.captures.bound})
-        if self._switch_instance(args):
+        self.graph.require_alike({i: args[i] for i in self.captures.bound.positions})
+        if (others := self._parked.exchange(self.captures, args)) is not None:
+            self.captures = others
             return self._slow(args)
         self.captures.forget(args)
         sizes = self.graph.token_dim.read(args)
+        if self.captures.sizes:  # what only whole steps read where it was
+            detail = "graphs of whole steps are gone until the next warm-up; pieces serve"
+            self._report_fallback(FallbackReason.MOVED_INPUT, sizes, detail)
+            return self._slow(args)
         return self._fall_back(args, sizes, FallbackReason.MOVED_INPUT)
-
-    def _switch_instance(self, args: Args) -> bool:
-        """Dynamo serves all instances of a class with one trace; each has its own captures."""
-        own = next((c for c in self._parked if c.fit(args) or c.belong_to(args)), None)
-        if own is None and not self.captures.belong_to_another(args):
-            return False
-        others = [c for c in self._parked if c is not own and c.are_alive]
-        self._parked = [*others, self.captures][-_MAX_INSTANCES:]
-        self.captures = own or Captures(self.graph, self.config)
-        return True
 
     def _refuse_overlap(self, args: Args) -> Any:
         """A copy of an input would miss what the model writes to it through another one."""
         sizes = self.graph.token_dim.read(args)
         return self._fall_back(args, sizes, FallbackReason.OVERLAPPING_INPUTS)
 
-    def _capture(self, args: Args, sizes: Sizes, size: int) -> None:
+    def _capture(self, args: Args, sizes: Sizes, target: Target) -> None:
+        table = self.dispatcher.tables[target.mode]
         try:
-            captured = self.captures.capture(size, args, sizes, self.dispatcher.table)
+            if target.mode is CUDAGraphMode.FULL:
+                descriptor = self.dispatcher.descriptor(target, current.get())
+                captured = self.captures.capture_step(descriptor, args, sizes, table)
+            else:
+                captured = self.captures.capture(target.size, args, sizes, table)
         except CaptureError as error:
             self._report_fallback(FallbackReason.CAPTURE_ERROR, sizes, str(error))
             return
         self.counters.add(num_cudagraph_captured=captured.num_graphs)
-        self._dump.write(f"plan_{size or 'static'}.py", captured.plan.source)
+        kind = "" if target.mode is CUDAGraphMode.PIECEWISE else "full_"
+        self._dump.write(f"plan_{kind}{target.size or 'static'}.py", captured.plan.source)
 
     def on_rewritten(self, rewritten: _torch.Rewritten) -> None:
         """Dynamo has written the code that calls this graph.
@@ -254,22 +264,26 @@ class Runtime:
         if self.config.skip_guards:
             refuse_assignments(rewritten)
         self.rewritten = rewritten
-        self._assumptions = Assumptions(self.graph.token_dim, rewritten)
+        self._without_graphs.assumptions = Assumptions(self.graph.token_dim, rewritten)
 
     def static_inputs(self, num_tokens: int) -> dict[str, torch.Tensor]:
         """The buffers that graphs for so many tokens read; empty if there are no such graphs."""
         token_dim = self.graph.token_dim
         sizes = token_dim.padded((0,) * len(token_dim.symbols), num_tokens)
-        decision = self.dispatcher.decide(sizes)
-        if isinstance(decision, FallbackReason) or decision not in self.captures.sizes:
+        decision = self.dispatcher.decide(sizes, current.get())
+        if isinstance(decision, FallbackReason):
             return {}
-        with _torch.ordinary_tensors():
-            return self.captures.buffers(token_dim.padded(sizes, decision), sizes)
+        for target in decision:
+            if self.captures.find(target.mode, target.size, target.num_active_loras):
+                with _torch.ordinary_tensors():
+                    return self.captures.buffers(token_dim.padded(sizes, target.size), sizes)
+        return {}
 
-    def has_captured(self, size: int) -> bool:
-        """There are graphs for this capture size, or it is known that there can be none."""
-        key = size if self.graph.token_dim.tokens else STATIC_SIZE
-        return key in self.captures.sizes or key in self.captures.failed
+    def has_captured(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> bool:
+        """There are graphs for it, or it is known that there can be none."""
+        size = descriptor.num_tokens if self.graph.token_dim.tokens else STATIC_SIZE
+        key = (mode, size, descriptor.num_active_loras)
+        return self.captures.find(*key) is not None or bool(self.captures.error_of(*key))
 
     def seal(self) -> None:
         """Compile nothing any more: a violated assumption runs a piece as traced."""
@@ -279,6 +293,7 @@ class Runtime:
     def unseal(self) -> None:
         """Allow compiling again, and trying again what could not be captured."""
         self.captures.failed.clear()
-        self._dynamic_bindings.clear()
+        self.captures.failed_steps.clear()
+        self._without_graphs.forget()
         for versions in self.graph.versions:
             versions.unseal()

@@ -7,14 +7,29 @@ session. The session hangs on torch's own object for the compile call, so it liv
 from __future__ import annotations
 
 import contextlib
+import enum
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from piecewise_backend._torch import CompileScope
+from piecewise_backend.batch import BatchDescriptor, CUDAGraphMode
 
 if TYPE_CHECKING:
     from piecewise_backend.runtime import Runtime
+
+
+class WarmupState(enum.Enum):
+    """How far the start-up of a model came."""
+
+    MODEL_LOADED = "model loaded"
+    EAGER_WARMED = "eager warmed"
+    """Traced, compiled, and run at the largest size without graphs."""
+    GRAPH_CAPTURED = "graph captured"
+    """And every size captured and verified, or disabled with a reason."""
+    READY = "ready"
+    """And sealed: nothing compiles or captures any more."""
+
 
 _ATTRIBUTE = "_piecewise_session"
 UNTIL_SEALED = "until sealed"
@@ -30,8 +45,14 @@ class Session:
         """Nothing may compile or capture any more."""
         self.is_tracing = False
         """Warm-up runs the model to have it traced and compiled: captures wait."""
-        self.is_capturing = False
-        """Warm-up runs the model to have the size of the call captured."""
+        self.capturing: CUDAGraphMode | None = None
+        """Warm-up runs the model to have the size of the call captured: PIECEWISE or FULL."""
+        self.is_verifying = False
+        """Warm-up runs the model to compare graphs with the step without."""
+        self.state = WarmupState.MODEL_LOADED
+        """How far warm-up came."""
+        self.are_graphs_on = True
+        """False: calls run without, until they are switched on again."""
         self.make_inputs: Any = None
         """What the last warm-up made its inputs with."""
         self.guards_kept = UNTIL_SEALED
@@ -68,14 +89,24 @@ class Session:
         """The runtimes that are alive: one per trace."""
         return [runtime for ref in self._runtimes if (runtime := ref()) is not None]
 
-    @property
-    def can_capture(self) -> bool:
-        """Some trace runs where graphs exist and are wanted."""
-        return any(runtime.captures.is_possible for runtime in self.runtimes)
+    def wanted(self, mode: CUDAGraphMode) -> list[BatchDescriptor]:
+        """What warm-up captures in a mode, largest first, for all traces together."""
+        found = {d: None for runtime in self.runtimes for d in runtime.dispatcher.wanted(mode)}
+        return sorted(found, key=lambda d: (d.num_tokens, d.num_active_loras), reverse=True)
 
-    def has_captured(self, size: int) -> bool:
-        """Every trace has graphs for this size, or is known not to have them."""
-        return all(runtime.has_captured(size) for runtime in self.runtimes)
+    def trials(self, mode: CUDAGraphMode) -> list[BatchDescriptor]:
+        """The batches that captures of a mode are verified with."""
+        return list({d: None for runtime in self.runtimes for d in runtime.dispatcher.trials(mode)})
+
+    def has_captured(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> bool:
+        """Every trace has graphs for it, or is known not to have them."""
+        return all(runtime.has_captured(mode, descriptor) for runtime in self.runtimes)
+
+    def switch_graphs(self, on: bool) -> None:
+        """Run calls without graphs, or with them again; what was captured stays."""
+        self.are_graphs_on = on
+        for runtime in self.runtimes:
+            runtime.captures.prepared.clear()
 
     def seal(self) -> None:
         """Freeze: from now on nothing compiles or captures."""
@@ -113,14 +144,28 @@ class Session:
         """What was traced serves nobody any more, though it may not be collected yet."""
         self._runtimes.clear()
 
+    @property
+    def is_quiet(self) -> bool:
+        """Calls are trial runs of warm-up: nothing is counted or warned about."""
+        return self.is_tracing or self.is_verifying
+
     @contextlib.contextmanager
-    def phase(self, *, tracing: bool = False, capturing: bool = False) -> Iterator[None]:
-        """Calls inside belong to warm-up."""
-        self.is_tracing, self.is_capturing = tracing, capturing
+    def phase(
+        self,
+        *,
+        tracing: bool = False,
+        capturing: CUDAGraphMode | None = None,
+        verifying: bool = False,
+    ) -> Iterator[None]:
+        """Calls inside belong to warm-up; in `capturing` mode, where that is given."""
+        self.is_tracing, self.capturing, self.is_verifying = tracing, capturing, verifying
+        if verifying:
+            for runtime in self.runtimes:
+                runtime.captures.prepared.clear()
         try:
             yield
         finally:
-            self.is_tracing = self.is_capturing = False
+            self.is_tracing, self.capturing, self.is_verifying = False, None, False
 
 
 def _call_once(functions: list[Callable[[], None]]) -> None:

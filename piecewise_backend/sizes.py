@@ -158,6 +158,8 @@ class Layout:
     rank: int
     is_dynamic: bool
     """A dimension depends on the token count."""
+    is_varying: bool
+    """A dimension depends on some size."""
     _numbers: SizeFunction
 
     @classmethod
@@ -167,8 +169,9 @@ class Layout:
         stride = [_torch.size_expr(step) for step in example.stride()]
         tokens = {token_dim.symbols[i] for i in token_dim.tokens}
         is_dynamic = any(expr.free_symbols & tokens for expr in shape)
+        is_varying = any(expr.free_symbols for expr in shape)
         numbers = SizeFunction(token_dim.symbols, shape + stride)
-        return cls(example.dtype, example.device, len(shape), is_dynamic, numbers)
+        return cls(example.dtype, example.device, len(shape), is_dynamic, is_varying, numbers)
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
         """The shape at these symbol values."""
@@ -203,3 +206,11 @@ class Layout:
             if tensor.size(dim) != size:
                 tensor = tensor.narrow(dim, 0, size)
         return tensor
+
+    def padding(self, tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
+        """The other parts of it: one for each dimension that depends on the token count."""
+        parts = []
+        for dim, size in enumerate(self.shape(sizes)):
+            if (total := tensor.size(dim)) != size:
+                parts.append(tensor.narrow(dim, size, total - size))
+        return parts

@@ -17,6 +17,7 @@ from torch import fx
 
 from piecewise_backend import _torch
 from piecewise_backend.errors import SplitError
+from piecewise_backend.modes import CaptureSupport
 from piecewise_backend.pieces import (
     PieceBuilder,
     host_value,
@@ -26,7 +27,7 @@ from piecewise_backend.pieces import (
     refuse_open_regions,
     symbols_of,
 )
-from piecewise_backend.registry import SplitOps, names_of, registered_splitting_ops
+from piecewise_backend.registry import SplitOps, names_of, registered_splitting_ops, traits_of
 from piecewise_backend.steps import (
     GraphInput,
     SplitGraph,
@@ -63,11 +64,13 @@ def _refuse_uncut(gm: fx.GraphModule, chosen: SplitOps) -> None:
     registered = set(registered_splitting_ops())
     for node in gm.graph.nodes:
         missed = registered.intersection(names_of(node))
-        if missed and not chosen.match(node):
+        is_frozen = missed and not chosen.match(node)
+        if is_frozen and traits_of(min(missed)).capture is not CaptureSupport.ALWAYS:
             raise SplitError(
                 f"{sorted(missed)[0]!r} is a registered splitting op but splitting_ops="
                 f"{sorted(chosen.names)} does not name it, so it would be frozen inside a graph "
-                f"({location_of(node)}); add it to splitting_ops, or leave the option out"
+                f"({location_of(node)}); add it to splitting_ops, leave the option out, or "
+                "register it with capture='always'"
             )
 
 

@@ -2,7 +2,7 @@
 
 In:  the inputs of a graph.
 Out: for each input whether it is copied into a buffer, bound by address, or passed through,
-     and the buffers.
+     and the buffers; for pieces, and for whole steps.
 Knows nothing of captures.
 """
 
@@ -17,6 +17,7 @@ import torch
 from piecewise_backend.buffers import Arena
 from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.sizes import Sizes
+from piecewise_backend.split_ops import written_arguments
 from piecewise_backend.steps import Value, reads
 
 
@@ -28,35 +29,62 @@ class StaticInputs:
     """Copied into a buffer before every replay."""
     bound: tuple[int, ...]
     """Read where they are: parameters, buffers, caches. Their addresses are checked."""
+    _read_by_split_ops: tuple[tuple[int, ...], tuple[int, ...]]
     _graph: CompiledGraph
     _storages: dict[int, torch.UntypedStorage]
 
     @classmethod
     def of(
-        cls, graph: CompiledGraph, arena: Arena, largest: Sizes, copied: frozenset[int]
+        cls,
+        graph: CompiledGraph,
+        arena: Arena,
+        largest: Sizes,
+        copied: frozenset[int],
+        *,
+        for_whole_steps: bool,
     ) -> StaticInputs:
         """Allocate buffers for the largest size; smaller ones are views of the same memory.
 
         Args:
             copied: positions of inputs to copy though they are static.
+            for_whole_steps: also of what only split ops read, see `of_whole_step`.
         """
-        read = {name for piece in graph.split.pieces for name in reads(piece)}
+        by_pieces = {name for piece in graph.split.pieces for name in reads(piece)}
+        by_all = {name for step in graph.split.steps for name in reads(step)}
         written = written_inputs(graph)
-        staged, bound, storages = [], [], {}
+        written |= {
+            x.name for op in graph.split.split_ops for x in written_arguments(op)
+        } - by_pieces
+        staged: dict[bool, list[int]] = {True: [], False: []}
+        bound: dict[bool, list[int]] = {True: [], False: []}
+        storages = {}
         for position, item in enumerate(graph.split.inputs):
-            if item.name not in read or not isinstance(item.example, torch.Tensor):
+            is_read = item.name in (by_all if for_whole_steps else by_pieces)
+            if not is_read or not isinstance(item.example, torch.Tensor):
                 continue
+            is_pieces = item.name in by_pieces
             layout = graph.layouts[item.name]
+            is_dynamic = layout.is_dynamic if is_pieces else layout.is_varying
             # A cache that a piece updates is not copied to and fro, but written in place.
-            is_cache = item.name in written and not layout.is_dynamic
+            is_cache = item.name in written and not is_dynamic
             # State with a token dimension is another tensor for every count: `ctx.ids = ids[:n]`.
-            is_in_place = (item.is_static and not layout.is_dynamic) or is_cache
+            is_in_place = (item.is_static and not is_dynamic) or is_cache
             if is_in_place and position not in copied:
-                bound.append(position)
+                bound[is_pieces].append(position)
             else:
-                staged.append(position)
+                staged[is_pieces].append(position)
                 storages[position] = arena.lease(layout.num_bytes(largest))
-        return cls(tuple(staged), tuple(bound), graph, storages)
+        others = (tuple(staged[False]), tuple(bound[False]))
+        return cls(tuple(staged[True]), tuple(bound[True]), others, graph, storages)
+
+    def of_whole_step(self) -> StaticInputs:
+        """The same buffers, and those of what only split ops read: they are in the graph, too."""
+        staged, bound = self._read_by_split_ops
+        return dataclasses.replace(
+            self,
+            staged=tuple(sorted(self.staged + staged)),
+            bound=tuple(sorted(self.bound + bound)),
+        )
 
     def buffer(self, position: int, sizes: Sizes) -> torch.Tensor:
         """The buffer of a staged input at one capture size."""

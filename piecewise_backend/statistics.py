@@ -5,17 +5,45 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
-from piecewise_backend.batch import FallbackReason
+from piecewise_backend.batch import CUDAGraphMode, FallbackReason
 
 
 @dataclasses.dataclass(slots=True)
-class Statistics:
-    """Counts per runtime; `report` prints them."""
+class Tally:
+    """Steps of one kind that were served from graphs."""
 
+    mode: CUDAGraphMode
+    """FULL or PIECEWISE."""
+    size: int
+    """The capture size; 0 for a graph of static shapes."""
+    num_tokens: int
+    """Real tokens of each of these steps."""
     num_replays: int = 0
-    """Steps served from graphs."""
-    fallbacks: Counter[FallbackReason] = dataclasses.field(default_factory=Counter)
-    """Steps served without, by reason."""
+    """Steps so far."""
+
+
+class Statistics:
+    """Counts per runtime; `report` and `metrics` print them."""
+
+    def __init__(self) -> None:
+        self.fallbacks: Counter[FallbackReason] = Counter()
+        """Steps served without graphs, by reason."""
+        self._tallies: dict[tuple[CUDAGraphMode, int, int], Tally] = {}
+
+    def tally(self, mode: CUDAGraphMode, size: int, num_tokens: int) -> Tally:
+        """The counter of one kind of step; the hot path adds to it."""
+        key = (mode, size, num_tokens)
+        return self._tallies.setdefault(key, Tally(mode, size, num_tokens))
+
+    @property
+    def tallies(self) -> tuple[Tally, ...]:
+        """All kinds of steps served from graphs so far."""
+        return tuple(self._tallies.values())
+
+    @property
+    def num_replays(self) -> int:
+        """Steps served from graphs."""
+        return sum(tally.num_replays for tally in self._tallies.values())
 
     def count(self, reason: FallbackReason) -> int:
         """Count one fallback; returns how often that reason occurred."""

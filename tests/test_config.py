@@ -23,7 +23,7 @@ def test_zero_options_work() -> None:
     config = Config.from_options()
     assert config.compiler == "inductor"
     assert config.splitting_ops is None
-    assert config.cudagraph_mode is pw.CUDAGraphMode.PIECEWISE
+    assert config.cudagraph_mode is pw.CUDAGraphMode.FULL_AND_PIECEWISE
     assert config.cudagraph_capture_sizes == tuple(pw.default_capture_sizes(256))
     assert Config.from_options({}) == Config.from_options(None) == config
 

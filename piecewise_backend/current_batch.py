@@ -1,0 +1,144 @@
+"""What the caller states about the batch of a call: `with pw.batch(...)`.
+
+In:  facts that cannot be read off the arguments.
+Out: `BatchFacts`, current in this thread or task.
+Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from contextvars import ContextVar, Token
+
+from piecewise_backend.batch import BatchDescriptor, CUDAGraphMode
+from piecewise_backend.errors import ConfigError, ContractError
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class BatchFacts:
+    """Compared by identity, which is what makes them a fast key: equal facts are one object."""
+
+    num_tokens: int | None
+    num_reqs: int | None
+    uniform: bool
+    num_active_loras: int
+    pad_to: int
+    mode: CUDAGraphMode | None
+
+    def require(self, num_tokens: int, decode_query_len: int) -> None:
+        """The facts agree with the inputs of the call.
+
+        Raises:
+            ContractError: they do not.
+        """
+        if self.num_tokens is not None and self.num_tokens != num_tokens:
+            raise ContractError(
+                f"pw.batch says num_tokens={self.num_tokens}, the inputs have {num_tokens} tokens"
+            )
+        if self.num_reqs is not None and self.num_reqs > num_tokens:
+            raise ContractError(
+                f"pw.batch says num_reqs={self.num_reqs}, but there are {num_tokens} tokens; "
+                "every sequence has one at least"
+            )
+        if not self.uniform:
+            return
+        per_request = f"{decode_query_len} per sequence (option decode_query_len)"
+        if num_tokens % decode_query_len:
+            raise ContractError(
+                f"pw.batch says uniform, but {num_tokens} tokens cannot be {per_request}"
+            )
+        if self.num_reqs is not None and self.num_reqs * decode_query_len != num_tokens:
+            raise ContractError(
+                f"pw.batch says uniform and num_reqs={self.num_reqs}, but {num_tokens} tokens are "
+                f"not {per_request}; leave uniform out for prefills"
+            )
+
+
+_SINGLE_MODES = (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
+
+current: ContextVar[BatchFacts | None] = ContextVar("piecewise_batch", default=None)
+
+
+class batch:  # used like a function
+    """State facts about the calls inside: `with pw.batch(num_reqs=8, uniform=True): ...`.
+
+    Without it the token count is read off the inputs, and the batch is taken for a mixed one.
+
+    Args:
+        num_tokens: of the batch; only checked against the inputs.
+        num_reqs: sequences in the batch.
+        uniform: it is a decode batch, in which every sequence has `decode_query_len` tokens (see
+            `Config`): what a graph of the whole step may be captured for. Never guessed.
+        num_active_loras: adapters that the batch uses.
+        pad_to: pad as for so many tokens at least, because another rank has as many.
+        mode: nothing better than this (NONE, PIECEWISE or FULL), because another rank has none;
+            see `pw.agree` for both.
+
+    Raises:
+        ConfigError: a value of the wrong kind.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_tokens: int | None = None,
+        num_reqs: int | None = None,
+        uniform: bool = False,
+        num_active_loras: int = 0,
+        pad_to: int = 0,
+        mode: CUDAGraphMode | None = None,
+    ) -> None:
+        if type(uniform) is not bool:
+            raise ConfigError(f"uniform={uniform!r}; give True or False")
+        _require_count("num_tokens", num_tokens, least=0)
+        _require_count("num_reqs", num_reqs, least=1)
+        _require_count("num_active_loras", num_active_loras, least=0)
+        _require_count("pad_to", pad_to, least=0)
+        if mode is not None and mode not in _SINGLE_MODES:
+            raise ConfigError(f"mode={mode!r}; give one of {[m.name for m in _SINGLE_MODES]}")
+        self._facts = _facts(num_tokens, num_reqs, uniform, num_active_loras, pad_to, mode)
+        self._tokens: list[Token[BatchFacts | None]] = []
+
+    def __enter__(self) -> None:
+        self._tokens.append(current.set(self._facts))
+
+    def __exit__(self, *_: object) -> None:
+        current.reset(self._tokens.pop())
+
+
+def stated(descriptor: BatchDescriptor) -> contextlib.AbstractContextManager[None]:
+    """State what a descriptor says; nothing, if it says no more than the token count."""
+    if not (descriptor.uniform or descriptor.has_lora):
+        return contextlib.nullcontext()
+    return batch(
+        num_reqs=descriptor.num_reqs,
+        uniform=descriptor.uniform,
+        num_active_loras=descriptor.num_active_loras,
+    )
+
+
+def _require_count(name: str, value: int | None, least: int) -> None:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if value is not None and (not is_int or value < least):
+        raise ConfigError(f"{name}={value!r}; give an integer of at least {least}")
+
+
+@functools.lru_cache(maxsize=4096)
+def _facts(
+    num_tokens: int | None,
+    num_reqs: int | None,
+    uniform: bool,
+    num_active_loras: int,
+    pad_to: int,
+    mode: CUDAGraphMode | None,
+) -> BatchFacts:
+    return BatchFacts(
+        num_tokens=num_tokens,
+        num_reqs=num_reqs,
+        uniform=uniform,
+        num_active_loras=num_active_loras,
+        pad_to=pad_to,
+        mode=mode,
+    )
