@@ -183,7 +183,7 @@ def test_what_keeps_its_guards_says_why() -> None:
     calls = []
     hooked.register_forward_hook(lambda *_: calls.append(1))
     compiled = compile(hooked)
-    pw.warmup(compiled, of_rows())
+    pw.warmup(compiled, of_rows(), verify=False)  # Dynamo compiles anew for each length of a list
     calls.clear()
     compiled(rows(3))
     assert calls == [1]
