@@ -96,7 +96,7 @@ def run_batch(
     }
     skipped: dict[str, str] = {}
     if workload.device.type == "cuda":
-        steps[BARE] = FullGraph.capture(ours[FULL], inputs).graph.replay
+        steps[BARE] = FullGraph.capture(ours[FULL], inputs).replay
     else:
         skipped[BARE] = NO_CUDA
     if args.no_torch_compile:
