@@ -34,6 +34,8 @@ bench: ## benchmarks on a CUDA device, with the environment's own python
 	$(PYTHON) -m benchmarks.step_time
 	$(PYTHON) -m benchmarks.capture_cost
 	$(PYTHON) -m benchmarks.compile_time
+	$(PYTHON) -m benchmarks.call_overhead
+	$(PYTHON) -m benchmarks.modes
 
 clean:
 	rm -rf $(VENV) build *.egg-info
