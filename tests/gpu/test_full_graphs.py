@@ -175,6 +175,28 @@ def test_an_op_that_cannot_be_recorded(declare: Any) -> None:
     near(other(rows(5)), toy(rows(5)), "another model")
 
 
+@pytest.mark.parametrize("mode", ["full", "full_and_piecewise"])
+def test_workspaces_that_somebody_clears(declare: Any, mode: str) -> None:
+    """`mode="reduce-overhead"` of another model does so; matrix products scratch there."""
+    declare("always")
+    width = 2048
+    model = Decoder(3, width).cuda().bfloat16()
+    compiled = compile(model, cudagraph_mode=mode, cudagraph_capture_sizes=[1, 8, 64])
+    pw.warmup(compiled, lambda d: (rows(d.num_tokens, width, dtype=torch.bfloat16),))
+    inputs = [rows(n, width, dtype=torch.bfloat16) for n in (1, 5, 8, 64)]
+    with pw.batch(uniform=True):
+        before = [compiled(x) for x in inputs]
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        others = [torch.full((MIB,), torch.nan, device="cuda") for _ in range(64)]
+        for x, expected in zip(inputs, before, strict=True):
+            for _ in range(8):
+                assert torch.equal(compiled(x), expected)
+    assert all(other.isnan().all() for other in others)
+    assert modes(compiled)["full"] == 4 + 4 * 8
+
+
 def test_memory_is_shared_and_given_back(declare: Any) -> None:
     declare("always")
     model = Decoder(width=1024).cuda()
