@@ -207,9 +207,10 @@ class FullGraph:
             (output,) = plan.function(args, numbers, calls)
         return cls(graph, [args[position] for position in copied], sources, output)
 
-    def replay(self) -> None:
+    def replay(self) -> Tensor:
         """Only the replay. A bound method, so that whoever calls it keeps the buffers."""
         self.graph.replay()
+        return self.output
 
     def step(self) -> Step:
         """Copy the inputs in, replay, copy the output out."""

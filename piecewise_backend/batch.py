@@ -71,7 +71,7 @@ class FallbackReason(enum.Enum):
     DISABLED = "graphs are switched off"
     NO_GRAPHS_ON_DEVICE = "no graphs on this device; graph_impl='emulated' imitates them"
     MODE_HAS_NONE = "the graph mode has no graphs for such batches"
-    ANOTHER_RANK = "another rank runs without graphs"
+    ANOTHER_RANK = "no graphs of the mode that the ranks agreed on"
     NOT_CAPTURED = "this size is not captured yet; pw.warmup captures ahead of time"
     SIZE_ABOVE_GRID = "more tokens than the largest capture size"
     PADDING_TOO_LARGE = "the next capture size is more than max_padding_factor times the batch"

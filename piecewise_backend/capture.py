@@ -91,7 +91,9 @@ class _Capture:
                 del self.values[name]
         plan, rows = self.writer.finish()
         keep_with_outputs(self.request, self.writer.static_tensors(), self.kept)
-        return CapturedSize(plan, rows, self.num_graphs, self.padding_fault, tuple(self.kept))
+        is_tried = self.request.fewest != self.request.sizes
+        kept = tuple(self.kept)
+        return CapturedSize(plan, rows, self.num_graphs, self.padding_fault, is_tried, kept)
 
     def _capture_piece(self, piece: Piece) -> None:
         position = self.graph.position_of[piece.index]

@@ -34,6 +34,8 @@ class CapturedSize:
     num_graphs: int
     padding_fault: str | None
     """What padding would do to real rows, or None."""
+    is_tried: bool
+    """Padding was tried; it is not for sizes that serve one token count."""
     keep_alive: tuple[CapturedGraph, ...]
 
 

@@ -5,8 +5,9 @@ Out: `CapturedSize`: a plan that copies arguments in, replays once, and copies o
 Knows nothing of dispatch.
 
 It is the straight line that also runs without graphs, over static buffers: compiled pieces and
-split ops at the padded size. So split ops see padded rows. Nothing is known of them but zeros,
-in every argument that has them: that is what an op has to be harmless for.
+split ops at the padded size. So split ops see padded rows, and write caches for them: where the
+inputs of the graph say, which are zero there. Integers that a piece computes from those may be
+anything, and say where to write, too; such a step is not padded.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from piecewise_backend.capture_request import (
     place_of,
     preserved,
 )
-from piecewise_backend.errors import CaptureError, ContractError
+from piecewise_backend.compiled import CompiledGraph
+from piecewise_backend.errors import CaptureError
 from piecewise_backend.plan import dynamic_plan
 from piecewise_backend.plan_writer import PlanWriter
 from piecewise_backend.registry import traits_of
@@ -52,8 +54,24 @@ def capture_step(
     Raises:
         CaptureError: the step cannot be recorded; nothing is kept.
     """
+    padding_fault = padding_fault or _computed_integers(request.graph)
     with aside(request):
         return _Step(request).capture(descriptor, padding_fault)
+
+
+def _computed_integers(graph: CompiledGraph) -> str | None:
+    """Why a step may not be padded, though its pieces may be."""
+    given = {item.name for item in graph.split.inputs}
+    for op in graph.split.split_ops:
+        for value in op.values():
+            layout = graph.layouts[value.name]
+            is_integer = not (layout.dtype.is_floating_point or layout.dtype.is_complex)
+            if value.name not in given and is_integer and layout.is_dynamic:
+                return (
+                    f"{op.op_name} ({op.location}) is given integers that the model computes; in "
+                    "padded rows they may be anybody's slots: pass them to the model instead"
+                )
+    return None
 
 
 class _Step:
@@ -130,7 +148,12 @@ class _Step:
         plan, rows = writer.finish()
         keep_with_outputs(request, writer.static_tensors(), [captured])
         return CapturedSize(
-            plan, rows, 1, padding_fault, (dataclasses.replace(captured, outputs=()),)
+            plan,
+            rows,
+            num_graphs=1,
+            padding_fault=padding_fault,
+            is_tried=request.fewest != request.sizes,
+            keep_alive=(dataclasses.replace(captured, outputs=()),),
         )
 
     def _add_outputs(self, writer: PlanWriter, outputs: Sequence[torch.Tensor]) -> None:
@@ -138,7 +161,7 @@ class _Step:
         for name, output in zip(self.outputs, outputs, strict=True):
             layout = self.graph.layouts[name]
             if output.shape != layout.shape(self.request.sizes) or output.dtype != layout.dtype:
-                raise ContractError(
+                raise CaptureError(
                     f"a split op returned {output.dtype} of shape {tuple(output.shape)} but its "
                     f"fake implementation promised {layout.dtype} of shape "
                     f"{layout.shape(self.request.sizes)}; correct register_fake"

@@ -75,7 +75,8 @@ class Config:
     sizes the smallest, the largest, and those that save most padding are kept."""
 
     cudagraph_num_of_warmups: int = 1
-    """Runs of each compiled piece before its first capture at a size."""
+    """Runs of each compiled piece before its first capture at a size, and of a whole step, split
+    ops included, before its capture. Leave it above 0 if something is compiled at its first run."""
 
     graph_impl: str | None = None
     """"cuda", or "emulated": graphs imitated in Python, for debugging and machines without a

@@ -18,7 +18,7 @@ from piecewise_backend.errors import ConfigError, ContractError
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class BatchFacts:
-    """Compared by identity, which is what makes them a fast key: equal facts are one object."""
+    """Compared by identity, which makes them a fast key; equal facts are one object as a rule."""
 
     num_tokens: int | None
     num_reqs: int | None
@@ -27,7 +27,7 @@ class BatchFacts:
     pad_to: int
     mode: CUDAGraphMode | None
 
-    def require(self, num_tokens: int, decode_query_len: int) -> None:
+    def require(self, num_tokens: int, decode_query_len: int, max_loras: int) -> None:
         """The facts agree with the inputs of the call.
 
         Raises:
@@ -36,6 +36,10 @@ class BatchFacts:
         if self.num_tokens is not None and self.num_tokens != num_tokens:
             raise ContractError(
                 f"pw.batch says num_tokens={self.num_tokens}, the inputs have {num_tokens} tokens"
+            )
+        if self.num_active_loras > max_loras:
+            raise ContractError(
+                f"pw.batch says num_active_loras={self.num_active_loras}, but max_loras={max_loras}"
             )
         if self.num_reqs is not None and self.num_reqs > num_tokens:
             raise ContractError(

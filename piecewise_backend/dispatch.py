@@ -10,6 +10,7 @@ The order is vLLM's: a graph of the whole step, then graphs of the pieces, then 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from piecewise_backend.batch import BatchDescriptor, CUDAGraphMode, FallbackReason, PaddingTable
 from piecewise_backend.compiled import CompiledGraph
@@ -85,7 +86,10 @@ class Dispatcher:
             sizes = within_budget(sizes, max_sizes_for(config.max_graphs, max(per_size, 1)))
         # Only uniform batches have a query length; FULL alone serves all others, too.
         is_uniform = mode is not _FULL
-        full = multiples_of_query_len(sizes, config.decode_query_len) if is_uniform else sizes
+        step = math.lcm(config.decode_query_len, config.tensor_parallel_size)
+        full = multiples_of_query_len(sizes, step) if is_uniform else sizes
+        limit = config.max_cudagraph_capture_size
+        full = tuple(size for size in full if limit is None or size <= limit)
         tables = {
             _FULL: PaddingTable(full, config.max_padding_factor),
             _PIECEWISE: PaddingTable(sizes, config.max_padding_factor),
@@ -113,7 +117,7 @@ class Dispatcher:
         """
         num_tokens = self.token_dim.num_tokens(sizes)
         if facts is not None and isinstance(num_tokens, int) and self.token_dim.tokens:
-            facts.require(num_tokens, self.decode_query_len)
+            facts.require(num_tokens, self.decode_query_len, self.loras[-1])
         if self.mode is _NONE:
             return FallbackReason.DISABLED
         if not self.has_graphs:
@@ -127,6 +131,8 @@ class Dispatcher:
         modes = [mode for mode in dict.fromkeys((best, self.mode.for_mixed)) if mode is not _NONE]
         if facts is not None and facts.mode is _PIECEWISE:
             modes = [mode for mode in modes if mode is _PIECEWISE]
+            if not modes:
+                return FallbackReason.ANOTHER_RANK
         if not modes:
             return FallbackReason.MODE_HAS_NONE
         found = [self._target(mode, num_tokens, sizes, facts) for mode in modes]

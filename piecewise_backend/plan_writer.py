@@ -86,7 +86,7 @@ class PlanWriter:
         self.code.add(f"{self.code.bind(tensor, 'padded_')}.zero_()")
 
     def add_padding(self) -> None:
-        """Split ops are in the graph and will see padded rows: zeros in every argument."""
+        """Split ops are in the graph and will see padded rows: of zeros, in inputs."""
         for position in self.static_inputs.staged:
             layout = self.graph.layouts[self.graph.split.inputs[position].name]
             if layout.is_dynamic:

@@ -74,11 +74,12 @@ def register_splitting_op(
         capture: the batches for which the op may be part of a graph of the whole step:
             "always"; "uniform_batch", if all sequences have as many tokens;
             "uniform_single_token_decode", if all have one; "never", which is the default.
-            In such a graph the op is given padded rows, in which every argument is zero.
-        before_replay: called with the descriptor of the batch before a graph that contains the
-            op is replayed, on the current stream. A graph repeats the numbers that the op took
-            from the host at capture: here is the place to write those of this batch to the
-            device buffers that the op's kernels read.
+            In such a graph the op is given padded rows, in which the inputs of the model are
+            zero.
+        before_replay: called with the descriptor of the capture that serves a batch, before a
+            graph that contains the op is replayed, on the current stream. A graph repeats the
+            numbers that the op took from the host at capture: here is the place to write those
+            of this batch to the device buffers that the op's kernels read.
 
     Returns:
         `op`, unchanged.

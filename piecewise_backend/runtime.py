@@ -140,9 +140,9 @@ class Runtime:
             if captured is None:
                 continue
             is_padded = target.size not in (STATIC_SIZE, self.graph.token_dim.num_tokens(sizes))
-            if not is_padded or captured.padding_fault is None:
+            if not is_padded or (captured.is_tried and captured.padding_fault is None):
                 return self._prepare(captured, target, sizes, args)
-            fault = captured.padding_fault
+            fault = captured.padding_fault or "padding to this size was not tried"
         if fault is not None:
             detail = f"{fault}; add the exact size to the grid"
             return self._fall_back(args, sizes, FallbackReason.PADDING_UNSAFE, detail)

@@ -53,15 +53,27 @@ def verify(
         before = _copies(restored)
         rows = captured.rows.at(sizes)
         _fill(captured, sizes, float("nan"))
-    results = captured.plan.function(args, rows)
-    with _torch.ordinary_tensors():
-        found = _copies([*leaves_of(results), *state])
-        _fill(captured, sizes, 0.0)
-        for tensor, old in zip(restored, before, strict=True):
-            tensor.copy_(old)
+    found: list[Any] = []
+    try:
+        results = captured.plan.function(args, rows)
+        with _torch.ordinary_tensors():
+            found = _copies([*leaves_of(results), *state])
+    finally:
+        with _torch.ordinary_tensors():
+            _fill(captured, sizes, 0.0)
+            for tensor, old in zip(restored, before, strict=True):
+                tensor.copy_(old)
+    random_state = _random_state(graph.device)
     result = run_without()
+    if not random_state.equal(_random_state(graph.device)):
+        return result, None  # random numbers: the two cannot agree
     with _torch.ordinary_tensors():
         return result, _difference(found, [*leaves_of(result), *state])
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    is_cuda = device.type == "cuda"
+    return torch.cuda.get_rng_state(device) if is_cuda else torch.get_rng_state()
 
 
 def _tensors(graph: CompiledGraph, args: Sequence[Any], names: set[str]) -> list[torch.Tensor]:

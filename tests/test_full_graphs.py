@@ -244,7 +244,7 @@ def test_graphs_for_numbers_of_adapters(declare: Any) -> None:
     assert modes(compiled) == {"full": 3}
     with (
         pw.batch(uniform=True, num_active_loras=3),
-        pytest.raises(pw.ConfigError, match="3"),
+        pytest.raises(pw.ContractError, match="num_active_loras=3, but max_loras=2"),
     ):
         compiled(rows(4))
 
@@ -590,3 +590,58 @@ def test_verification_finds_a_wrong_graph(declare: Any, monkeypatch: pytest.Monk
         with pw.batch(uniform=True):
             same(compiled(rows(n)), toy(rows(n)), f"{n}")
     assert modes(compiled) == {"piecewise": 2, "full": 1}
+
+
+def test_integers_that_a_piece_computes_are_not_padded(declare: Any) -> None:
+    """0 + 1 is somebody's slot."""
+    declare("always", "pwtest::cached")
+
+    class Shifted(WithCache):
+        def forward(self, x: Tensor, slots: Tensor) -> Tensor:
+            return super().forward(x, slots + 1)
+
+    model, reference = Shifted(), Shifted()
+    compiled = warmed(model, of_slots, splitting_ops=["pwtest::cached"])
+    for n in (4, 3):
+        slots = torch.arange(1, n + 1)
+        with pw.batch(uniform=True):
+            same(compiled(rows(n), slots), reference(rows(n), slots), f"{n}")
+    same(model.cache[1:16], reference.cache[1:16], "slots of somebody")
+    assert modes(compiled) == {"full": 1, "piecewise": 1}
+
+
+def test_padding_for_another_rank_that_was_not_tried(declare: Any) -> None:
+    """On a grid without gaps nothing is padded but for other ranks."""
+    declare("uniform_batch")
+
+    def model(x: Tensor) -> Tensor:
+        return out_attn(x / x.amax(), x, x)
+
+    compiled = warmed(model, cudagraph_capture_sizes=[1, 2, 3, 4])
+    with pw.batch(uniform=True, pad_to=4), quiet():
+        same(compiled(rows(2)), model(rows(2)), "padded")
+        same(compiled(rows(4)), model(rows(4)), "not padded")
+    assert modes(compiled) == {"full": 1}
+    assert fallbacks(pw.report(compiled)) == {FallbackReason.PADDING_UNSAFE: 1}
+
+
+def test_random_numbers_are_no_difference(declare: Any) -> None:
+    declare("always")
+
+    def model(x: Tensor) -> Tensor:
+        return out_attn(x + torch.rand_like(x), x, x)
+
+    compiled = warmed(model)
+    report = pw.report(compiled).graphs[0]
+    assert report.captured_sizes == report.captured_steps == (8, 4, 2, 1)
+    with pw.batch(uniform=True):
+        first, second = compiled(rows(4)), compiled(rows(4))
+    assert not first.equal(second)
+
+
+def test_query_length_and_tensor_parallelism_together(declare: Any) -> None:
+    declare("uniform_batch")
+    options = {"decode_query_len": 3, "tensor_parallel_size": 4, "max_cudagraph_capture_size": 12}
+    compiled = warmed(toy, cudagraph_capture_sizes=[4, 8, 12, 16], **options)
+    report = pw.report(compiled).graphs[0]
+    assert (report.captured_sizes, report.captured_steps) == ((12, 8, 4), (12,))
