@@ -5,8 +5,9 @@ In:  what `torch.compile(..., backend="piecewise")` or `module.compile(...)` ret
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -60,12 +61,14 @@ def warmup(
     scope = _scope(compiled)
     config = Config.from_options(scope.kwargs.get("options"), scope.kwargs.get("mode"))
     sizes = sorted(config.cudagraph_capture_sizes, reverse=True)
+    if not _session(compiled).are_graphs_on:
+        raise ContractError("graphs are switched off; call pw.switch_graphs(model, True) first")
     session = _trace(compiled, make_inputs, sizes)
     for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
         with session.phase(capturing=mode), collector_paused():
             _capture(compiled, make_inputs, session, mode)
         if verify:
-            with session.phase(capturing=mode, verifying=True):
+            with session.phase(capturing=mode, verifying=True), _nothing_unverified(session):
                 _run_all(compiled, make_inputs, session.trials(mode))
     session.state = WarmupState.GRAPH_CAPTURED
     for each in (Session.of(scope), session):
@@ -73,6 +76,16 @@ def warmup(
     if seal:
         _seal(compiled)
     return report(compiled)
+
+
+@contextlib.contextmanager
+def _nothing_unverified(session: Session) -> Iterator[None]:
+    """An error in the middle of comparing leaves no graph that was not compared."""
+    try:
+        yield
+    except BaseException:
+        session.drop_captures()
+        raise
 
 
 def _capture(
@@ -142,6 +155,9 @@ def metrics(compiled: Callable[..., Any], labels: Mapping[str, str] | None = Non
 
 def switch_graphs(compiled: Callable[..., Any], on: bool) -> None:
     """Run the calls of one model without graphs, or with them again; captures stay.
+
+    Instances of one class that `torch.compile` compiled share a trace, and this; what
+    `pw.compile` compiled does not.
 
     Args:
         on: False counts every call as a fallback, with the reason that graphs are switched off.

@@ -35,7 +35,7 @@ from piecewise_backend.plan import dynamic_plan
 from piecewise_backend.plan_writer import PlanWriter
 from piecewise_backend.registry import traits_of
 from piecewise_backend.sizes import SizeFunction
-from piecewise_backend.split_ops import written_arguments
+from piecewise_backend.split_ops import inputs_written_by
 from piecewise_backend.static_inputs import written_inputs
 from piecewise_backend.steps import Value
 
@@ -130,8 +130,8 @@ class _Step:
         tensors = [self.args[position] for position in self.tensors]
         named = {split.inputs[i].name: self.args[i] for i in self.tensors}
         by_pieces = [named[name] for name in written_inputs(self.graph) if name in named]
-        by_ops = [x.name for op in split.split_ops for x in written_arguments(op)]
-        for tensor in (*by_pieces, *(named[name] for name in by_ops if name in named)):
+        by_ops = [named[name] for name in inputs_written_by(split) if name in named]
+        for tensor in (*by_pieces, *by_ops):
             writer.note_write(tensor.untyped_storage().data_ptr())
         with preserved(by_pieces):
             for _ in range(request.num_warmups):
@@ -140,9 +140,9 @@ class _Step:
         if captured.is_empty:
             raise CaptureError("the step recorded nothing; it launches on a stream of its own")
         writer.add_padding()
-        for op in dict.fromkeys(op.op_name for op in split.split_ops):
-            for hook in traits_of(op).before_replay:
-                writer.add_call(functools.partial(hook, descriptor))
+        hooks = [hook for op in split.split_ops for hook in traits_of(op.op_name).before_replay]
+        for hook in dict.fromkeys(hooks):
+            writer.add_call(functools.partial(hook, descriptor))
         writer.add_replay(captured.replay)
         self._add_outputs(writer, captured.outputs)
         plan, rows = writer.finish()

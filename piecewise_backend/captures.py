@@ -26,13 +26,8 @@ from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.compiler import Call
 from piecewise_backend.config import Config
 from piecewise_backend.errors import CaptureError
-from piecewise_backend.graphs import (
-    CudaGraphPool,
-    EmulatedGraphPool,
-    GraphPool,
-    collector_paused,
-    one_capture,
-)
+from piecewise_backend.graphs import GraphPool, collector_paused, one_capture
+from piecewise_backend.pools import TrialPool, pool_maker
 from piecewise_backend.sizes import Sizes
 from piecewise_backend.static_inputs import StaticInputs
 from piecewise_backend.statistics import Tally
@@ -144,7 +139,7 @@ class Captures:
         """Padding is tried piece by piece: at the capture of pieces, or on imitated graphs."""
         if request.fewest == request.sizes:
             return None
-        trial = dataclasses.replace(request, pool=_ForTrial(self.graph.device, request.pool))
+        trial = dataclasses.replace(request, pool=TrialPool(self.graph.device, request.pool))
         return capture_size(trial).padding_fault
 
     @contextlib.contextmanager
@@ -168,6 +163,12 @@ class Captures:
         if mode is CUDAGraphMode.FULL:
             return self.failed_steps.get((size, num_active_loras))
         return self.failed.get(size)
+
+    def has(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> bool:
+        """It is captured, or is known not to be possible."""
+        size = descriptor.num_tokens if self.graph.token_dim.tokens else 0
+        key = (mode, size, descriptor.num_active_loras)
+        return self.find(*key) is not None or bool(self.error_of(*key))
 
     def disable(
         self, mode: CUDAGraphMode, size: int, num_active_loras: int, fault: str, is_padded: bool
@@ -209,14 +210,15 @@ class Captures:
             self.prepared.clear()
             self._bind(args, self.bound.positions)
             return
-        self._clear()
+        self.drop()
         self.bound.release()
 
     def fit(self, args: Sequence[Any]) -> bool:
         """Everything that graphs read in place lies where it was at capture."""
         return bool(self.bound.positions) and not self.bound.moved(args)
 
-    def _clear(self) -> None:
+    def drop(self) -> None:
+        """Give up all graphs and their memory."""
         self.sizes.clear()
         self.steps.clear()
         self.prepared.clear()
@@ -232,8 +234,13 @@ class Captures:
 
         def on_death(_: object) -> None:
             captures = this()
-            if captures is not None and not captures.bound.are_alive:
-                captures._clear()
+            if captures is None or captures.bound.are_alive:
+                return
+            if captures.bound.by_pieces:
+                captures.drop()
+            else:  # pieces read nothing in place
+                captures.steps.clear()
+                captures.prepared.clear()
 
         self.bound.bind(args, positions, on_death)
 
@@ -275,23 +282,3 @@ class Captures:
             num_warmups=self.config.cudagraph_num_of_warmups,
             has_static_outputs=self.config.outputs == "static",
         )
-
-
-class _ForTrial(EmulatedGraphPool):
-    """Imitates graphs on the stream of a real pool."""
-
-    def __init__(self, device: torch.device, pool: GraphPool) -> None:
-        super().__init__(device)
-        self._pool = pool
-
-    @contextlib.contextmanager
-    def side_stream(self) -> Iterator[None]:
-        with self._pool.side_stream():
-            yield
-
-
-def pool_maker(device: torch.device, config: Config) -> Callable[[torch.device], GraphPool] | None:
-    """What makes graphs for a device, if they exist."""
-    if config.graph_impl == "emulated":
-        return EmulatedGraphPool
-    return CudaGraphPool if device.type == "cuda" else None

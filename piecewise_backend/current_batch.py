@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 
 from piecewise_backend.batch import BatchDescriptor, CUDAGraphMode
 from piecewise_backend.errors import ConfigError, ContractError
@@ -64,6 +64,9 @@ _SINGLE_MODES = (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 
 current: ContextVar[BatchFacts | None] = ContextVar("piecewise_batch", default=None)
 
+# Not tokens kept by `batch`: one object may be entered in several threads and tasks at once.
+_outer: ContextVar[tuple[BatchFacts | None, ...]] = ContextVar("piecewise_outer", default=())
+
 
 class batch:  # used like a function
     """State facts about the calls inside: `with pw.batch(num_reqs=8, uniform=True): ...`.
@@ -103,13 +106,15 @@ class batch:  # used like a function
         if mode is not None and mode not in _SINGLE_MODES:
             raise ConfigError(f"mode={mode!r}; give one of {[m.name for m in _SINGLE_MODES]}")
         self._facts = _facts(num_tokens, num_reqs, uniform, num_active_loras, pad_to, mode)
-        self._tokens: list[Token[BatchFacts | None]] = []
 
     def __enter__(self) -> None:
-        self._tokens.append(current.set(self._facts))
+        _outer.set((*_outer.get(), current.get()))
+        current.set(self._facts)
 
     def __exit__(self, *_: object) -> None:
-        current.reset(self._tokens.pop())
+        *outer, before = _outer.get()
+        _outer.set(tuple(outer))
+        current.set(before)
 
 
 def stated(descriptor: BatchDescriptor) -> contextlib.AbstractContextManager[None]:

@@ -159,6 +159,13 @@ class Dispatcher:
             return FallbackReason.EMPTY_BATCH
         return FallbackReason.SIZE_ABOVE_GRID if self.static_num_tokens > largest else STATIC_SIZE
 
+    def not_whole(self, sizes: Sizes, facts: BatchFacts | None) -> tuple[tuple[int, int], str]:
+        """Why a whole step of these sizes cannot be captured, with the size and its adapters."""
+        loras = facts.num_active_loras if facts is not None else 0
+        reason = f"the sizes of the inputs, {sizes}, are not all the token count: one of them is "
+        reason += "seen by split ops only, or is a stride"
+        return (self.num_tokens(sizes), loras), reason
+
     def num_tokens(self, sizes: Sizes) -> int:
         """Real tokens of a batch that graphs serve."""
         counted = self.token_dim.num_tokens(sizes)

@@ -22,7 +22,7 @@ from piecewise_backend import _torch
 from piecewise_backend.contract import CallInputs, Contract
 from piecewise_backend.runtime import Runtime
 from piecewise_backend.sources import is_plain, root_of
-from piecewise_backend.split_ops import written_arguments
+from piecewise_backend.split_ops import inputs_written_by
 from piecewise_backend.state import ModelState
 from piecewise_backend.static_inputs import written_inputs
 from piecewise_backend.steps import GraphInput
@@ -173,8 +173,7 @@ def _fetched(runtime: Runtime, item: GraphInput, expression: str) -> str:
     """A tensor as pieces were compiled to read it: without gaps, if the trace had none."""
     graph = runtime.graph
     layout = graph.layouts.get(item.name)
-    written = {value.name for op in graph.split.split_ops for value in written_arguments(op)}
-    is_written = item.name in written | written_inputs(graph)
+    is_written = item.name in inputs_written_by(graph.split) | written_inputs(graph)
     if layout is None or is_written or not layout.is_contiguous(_sizes_unlike_each_other(runtime)):
         return expression
     return f"{expression} if {expression}.is_contiguous() else {expression}.contiguous()"

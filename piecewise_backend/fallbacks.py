@@ -30,7 +30,7 @@ class Fallbacks:
     def __init__(self, statistics: Statistics, on_fallback: str) -> None:
         self._statistics = statistics
         self._on_fallback = on_fallback
-        self._warned: set[FallbackReason] = set()
+        self._warned: set[object] = set()
 
     def report(self, reason: FallbackReason, sizes: Sizes, detail: str) -> None:
         """One call with these symbol values.
@@ -45,8 +45,15 @@ class Fallbacks:
         message += f" ({detail})" if detail else ""
         if self._on_fallback == "raise":
             raise ContractError(f"{message}; on_fallback='raise' makes this an error")
-        if reason not in self._warned:
-            self._warned.add(reason)
+        self._warn_once(reason, message)
+
+    def warn_once(self, message: str) -> None:
+        """About a call that graphs serve, but not the best."""
+        self._warn_once(message, message)
+
+    def _warn_once(self, subject: object, message: str) -> None:
+        if subject not in self._warned:
+            self._warned.add(subject)
             warnings.warn(message, RuntimeWarning, stacklevel=_level_of_user())
 
 

@@ -17,9 +17,9 @@ import torch
 
 from piecewise_backend import _torch
 from piecewise_backend.assumptions import Assumptions, refuse_assignments
-from piecewise_backend.batch import BatchDescriptor, CUDAGraphMode, FallbackReason
+from piecewise_backend.batch import CUDAGraphMode, FallbackReason
 from piecewise_backend.capture_request import CapturedSize
-from piecewise_backend.captures import OF_ANOTHER_INSTANCE, Captures, pool_maker
+from piecewise_backend.captures import OF_ANOTHER_INSTANCE, Captures
 from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.config import Config
 from piecewise_backend.counters import CompilationCounter
@@ -31,6 +31,7 @@ from piecewise_backend.fallbacks import Fallbacks
 from piecewise_backend.graph_mode import graph_mode
 from piecewise_backend.parked import Parked
 from piecewise_backend.plan_writer import InputMoved, InputsOverlap
+from piecewise_backend.pools import pool_maker
 from piecewise_backend.session import Session
 from piecewise_backend.sizes import Sizes
 from piecewise_backend.statistics import Statistics
@@ -42,6 +43,9 @@ log = logging.getLogger(__name__)
 
 Args = Sequence[Any]
 
+_STEPS_ARE_GONE = (
+    "piecewise: a cache moved; graphs of whole steps are gone until the next warm-up, pieces serve"
+)
 _MAX_PREPARED = 4096  # token counts, times sizes that only split ops see, whose views are kept
 
 
@@ -65,8 +69,7 @@ class Runtime:
         self._dump = dump
         self.mode, self.mode_reason = graph_mode(graph, config)
         """What the option became for this graph, and why."""
-        if self.mode_reason:
-            log.info("cudagraph_mode=%s: %s", self.mode.value, self.mode_reason)
+        log.info("cudagraph_mode=%s %s", self.mode.value, self.mode_reason)
         has_graphs = pool_maker(graph.device, config) is not None
         num_tokens = graph.static_num_tokens(example_args)
         self.dispatcher = Dispatcher.of(graph, config, self.mode, has_graphs, num_tokens)
@@ -132,8 +135,13 @@ class Runtime:
             decision = self.dispatcher.decide(sizes, current.get())
         if isinstance(decision, FallbackReason):
             return self._fall_back(args, sizes, decision)
-        if self._session.capturing is not None:  # warm-up captures one mode after the other
-            decision = tuple(t for t in decision if t.mode is self._session.capturing) or decision
+        if (mode := self._session.capturing) is not None:  # warm-up captures one after the other
+            wanted = tuple(target for target in decision if target.mode is mode)
+            if not wanted:
+                key, reason = self.dispatcher.not_whole(sizes, current.get())
+                self.captures.failed_steps[key] = reason
+                return self._without_graphs.run(args, sizes)
+            decision = wanted
         fault = None
         for target in decision:
             captured = self.captures.find(target.mode, target.size, target.num_active_loras)
@@ -228,8 +236,7 @@ class Runtime:
         self.captures.forget(args)
         sizes = self.graph.token_dim.read(args)
         if self.captures.sizes:  # what only whole steps read where it was
-            detail = "graphs of whole steps are gone until the next warm-up; pieces serve"
-            self._report_fallback(FallbackReason.MOVED_INPUT, sizes, detail)
+            self._fallbacks.warn_once(_STEPS_ARE_GONE)
             return self._slow(args)
         return self._fall_back(args, sizes, FallbackReason.MOVED_INPUT)
 
@@ -278,12 +285,6 @@ class Runtime:
                 with _torch.ordinary_tensors():
                     return self.captures.buffers(token_dim.padded(sizes, target.size), sizes)
         return {}
-
-    def has_captured(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> bool:
-        """There are graphs for it, or it is known that there can be none."""
-        size = descriptor.num_tokens if self.graph.token_dim.tokens else STATIC_SIZE
-        key = (mode, size, descriptor.num_active_loras)
-        return self.captures.find(*key) is not None or bool(self.captures.error_of(*key))
 
     def seal(self) -> None:
         """Compile nothing any more: a violated assumption runs a piece as traced."""

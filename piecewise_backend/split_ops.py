@@ -15,7 +15,7 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from piecewise_backend import _torch
-from piecewise_backend.steps import Host, SplitOp, Value, leaves_of
+from piecewise_backend.steps import Host, SplitGraph, SplitOp, Value, leaves_of
 
 
 def overload_of(op: SplitOp) -> OpOverload | None:
@@ -51,6 +51,21 @@ def written_arguments(op: SplitOp) -> tuple[Value, ...]:
         if argument.alias_info is not None and argument.alias_info.is_write:
             written += leaves_of(value)
     return tuple(value for value in written if isinstance(value, Value))
+
+
+def inputs_written_by(split: SplitGraph) -> set[str]:
+    """The graph inputs that split ops write, also through a view that a piece made."""
+    fakes = {item.name: item.example for item in split.inputs}
+    inputs = {
+        fake.untyped_storage()._cdata: name
+        for name, fake in fakes.items()
+        if isinstance(fake, torch.Tensor)
+    }
+    for step in split.steps:  # a view has the storage of what it is a view of, also among fakes
+        fakes |= step.examples
+    written = {value.name for op in split.split_ops for value in written_arguments(op)}
+    storages = [fakes[name].untyped_storage()._cdata for name in written]
+    return {inputs[storage] for storage in storages if storage in inputs}
 
 
 def returned_arguments(op: SplitOp) -> dict[str, Value]:

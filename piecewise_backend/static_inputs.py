@@ -17,7 +17,7 @@ import torch
 from piecewise_backend.buffers import Arena
 from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.sizes import Sizes
-from piecewise_backend.split_ops import written_arguments
+from piecewise_backend.split_ops import inputs_written_by
 from piecewise_backend.steps import Value, reads
 
 
@@ -52,9 +52,7 @@ class StaticInputs:
         by_pieces = {name for piece in graph.split.pieces for name in reads(piece)}
         by_all = {name for step in graph.split.steps for name in reads(step)}
         written = written_inputs(graph)
-        written |= {
-            x.name for op in graph.split.split_ops for x in written_arguments(op)
-        } - by_pieces
+        written |= inputs_written_by(graph.split) - by_pieces
         staged: dict[bool, list[int]] = {True: [], False: []}
         bound: dict[bool, list[int]] = {True: [], False: []}
         storages = {}

@@ -21,7 +21,7 @@ from piecewise_backend.capture_request import CapturedSize
 from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.padding import is_near
 from piecewise_backend.sizes import Sizes
-from piecewise_backend.split_ops import written_arguments
+from piecewise_backend.split_ops import inputs_written_by
 from piecewise_backend.static_inputs import written_inputs
 from piecewise_backend.steps import leaves_of
 
@@ -46,9 +46,9 @@ def verify(
         Its result without graphs, and what differs, or None.
     """
     by_pieces = written_inputs(graph)
-    by_split_ops = {x.name for op in graph.split.split_ops for x in written_arguments(op)}
-    state, restored = _tensors(graph, args, by_pieces), _tensors(graph, args, by_split_ops)
-    restored = [*state, *(tensor for tensor in restored if tensor.nbytes <= _MAX_RESTORED_BYTES)]
+    by_split_ops = inputs_written_by(graph.split) - by_pieces
+    state, caches = _tensors(graph, args, by_pieces), _tensors(graph, args, by_split_ops)
+    restored = [*state, *(tensor for tensor in caches if tensor.nbytes <= _MAX_RESTORED_BYTES)]
     with _torch.ordinary_tensors():
         before = _copies(restored)
         rows = captured.rows.at(sizes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -645,3 +646,121 @@ def test_query_length_and_tensor_parallelism_together(declare: Any) -> None:
     compiled = warmed(toy, cudagraph_capture_sizes=[4, 8, 12, 16], **options)
     report = pw.report(compiled).graphs[0]
     assert (report.captured_sizes, report.captured_steps) == ((12, 8, 4), (12,))
+
+
+def put_through_a_view(x: Tensor, y: Tensor) -> Tensor:
+    torch.ops.pwtest.double(x[:, :2] * 3, y[:, :2])
+    return x + y
+
+
+@pytest.mark.parametrize("mode", ["full", "full_and_piecewise"])
+def test_a_write_through_a_view_that_a_piece_makes(declare: Any, mode: str) -> None:
+    declare("always")
+
+    def inputs(n: int) -> list[Tensor]:
+        return [rows(n), rows(n, seed=1)]
+
+    model = put_through_a_view
+    compiled = warmed(model, lambda d: tuple(inputs(d.num_tokens)), cudagraph_mode=mode)
+    for n in (4, 3, 8):
+        given, expected = inputs(n), inputs(n)
+        with pw.batch(uniform=True):
+            same(compiled(*given), model(*expected), f"{n}")
+        same(given, expected, f"arguments, {n}")
+    assert modes(compiled) == {"full": 3}
+    memory, reference = rows(4), rows(4)
+    with pw.batch(uniform=True), quiet():
+        same(compiled(memory, memory[:]), model(reference, reference[:]), "one memory")
+    same(memory, reference, "one memory")
+    assert fallbacks(pw.report(compiled)) == {FallbackReason.OVERLAPPING_INPUTS: 1}
+
+
+def test_verification_sees_past_infinities(declare: Any) -> None:
+    """The real rows depend on how many there are, beside a mask of -inf."""
+    declare("always", "pwtest::centred")
+
+    def model(x: Tensor) -> Tensor:
+        y = torch.ops.pwtest.centred(x * 2)
+        return torch.where(x > 4, float("-inf"), y)
+
+    compiled = warmed(model, splitting_ops=["pwtest::centred"])
+    with pw.batch(uniform=True), quiet():
+        for n in (8, 3, 4, 5):
+            same(compiled(rows(n)), model(rows(n)), f"{n}")
+    assert modes(compiled) == {"full": 2, "piecewise": 2}
+
+
+@torch.library.custom_op("pwtest::centred", mutates_args=[])
+def centred(x: Tensor) -> Tensor:
+    """Every row depends on all."""
+    return x - x.mean(0)
+
+
+@centred.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_an_error_while_comparing_leaves_nothing_that_was_not(declare: Any) -> None:
+    declare("always", "pwtest::centred")
+
+    def model(x: Tensor) -> Tensor:
+        return torch.ops.pwtest.centred(x * 2) + 1
+
+    def make_inputs(descriptor: BatchDescriptor) -> tuple[Tensor, ...]:
+        if descriptor.num_tokens == 3 and descriptor.uniform:
+            raise ZeroDivisionError
+        return of_rows(descriptor)
+
+    compiled = compile(model, splitting_ops=["pwtest::centred"], cudagraph_capture_sizes=SIZES)
+    with pytest.raises(ZeroDivisionError):
+        pw.warmup(compiled, make_inputs)
+    assert pw.report(compiled).graphs[0].captured_steps == ()
+    with pw.batch(uniform=True), quiet():
+        for n in (3, 7, 8):
+            same(compiled(mark_dynamic([rows(n)])[0]), model(rows(n)), f"{n}")
+
+
+def test_warm_up_of_a_model_whose_graphs_are_off(declare: Any) -> None:
+    declare("always")
+    compiled = warmed(toy)
+    pw.switch_graphs(compiled, False)
+    with pytest.raises(pw.ContractError, match="switched off"):
+        pw.warmup(compiled, of_rows)
+
+
+def test_why_a_whole_step_is_not_captured_is_reported(declare: Any) -> None:
+    """Such as cumulative lengths, of which there is one more than tokens."""
+    declare("always")
+
+    def model(x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        y, _ = torch.ops.pwtest.pair(lengths, lengths)
+        return torch.ops.pwtest.fresh(x * 2, x, x) + 1, y
+
+    compiled = warmed(model, lambda d: (rows(d.num_tokens), rows(d.num_tokens + 1)))
+    report = pw.report(compiled).graphs[0]
+    assert report.captured_steps == ()
+    assert "not all the token count" in report.capture_errors[8]
+    with pw.batch(uniform=True):
+        same(compiled(rows(3), rows(4)), model(rows(3), rows(4)), "pieces")
+    assert modes(compiled) == {"piecewise": 1}
+
+
+def test_one_statement_in_several_threads() -> None:
+    statement, found = pw.batch(num_reqs=3), []
+    barrier = threading.Barrier(2)
+
+    def enter() -> None:
+        with statement:
+            barrier.wait(10)
+            with statement:
+                found.append(current.get())
+            barrier.wait(10)
+        found.append(current.get())
+
+    threads = [threading.Thread(target=enter) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [facts is not None and facts.num_reqs for facts in found] == [3, 3, False, False]
