@@ -207,8 +207,7 @@ def test_an_op_that_returns_another_type_than_promised_is_named() -> None:
     compiled = compile(model, splitting_ops=SPLIT, cudagraph_capture_sizes=[4])
     with pytest.raises(pw.ContractError, match=r"liar.*float32.*promised torch.bfloat16"):
         pw.warmup(compiled, lambda d: (rows(d.num_tokens),))
-    with pytest.raises(pw.ContractError, match=r"liar.*float32.*promised torch.bfloat16"):
-        compiled(rows(4))
+    assert not pw.report(compiled).graphs[0].captured_sizes
 
 
 def test_a_hoisted_name_in_front_of_a_tensor() -> None:
