@@ -190,6 +190,12 @@ SPLIT_OPS = (
 )
 
 
+def declare(capture: str, *ops: str, **traits: Any) -> None:
+    """Register splitting ops, those of the tests unless named; the test's end undoes it."""
+    for op in ops or SPLIT_OPS:
+        pw.register_splitting_op(op, capture=capture, **traits)
+
+
 def number_in(name: str) -> int:
     """The digits of a layer's name as a number."""
     return int("".join(filter(str.isdigit, name)) or 0)

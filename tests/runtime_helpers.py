@@ -51,6 +51,14 @@ def num_replays(report: pw.Report) -> int:
     return sum(graph.num_replays for graph in report.graphs)
 
 
+def modes(compiled: Any) -> dict[str, int]:
+    """Steps served from graphs, by mode."""
+    counts: dict[str, int] = {}
+    for tally in (t for r in runtimes(compiled) for t in r.statistics.tallies):
+        counts[tally.mode.value] = counts.get(tally.mode.value, 0) + tally.num_replays
+    return counts
+
+
 def served_from_graphs(report: pw.Report) -> None:
     """Assert: one trace, graphs were used, and no call fell back once its size was captured."""
     assert len(report.graphs) == 1, f"{len(report.graphs)} traces"

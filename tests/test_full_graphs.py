@@ -12,12 +12,20 @@ import torch
 from torch import Tensor, nn
 
 import piecewise_backend as pw
-from piecewise_backend import registry
 from piecewise_backend.batch import BatchDescriptor, CUDAGraphMode, FallbackReason
 from piecewise_backend.capture_step import _Step
 from piecewise_backend.current_batch import current
-from tests.helpers import SPLIT_OPS, Decoder, compile, mark_dynamic, out_attn, rows, same
-from tests.runtime_helpers import fallbacks, num_replays, only_runtime, quiet, runtimes, toy
+from tests.helpers import (
+    SPLIT_OPS,
+    Decoder,
+    compile,
+    declare,
+    mark_dynamic,
+    out_attn,
+    rows,
+    same,
+)
+from tests.runtime_helpers import fallbacks, modes, num_replays, only_runtime, quiet, toy
 
 SIZES = [1, 2, 4, 8]
 SEEN: list[Tensor] = []
@@ -57,18 +65,6 @@ def _without_gradients() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def declare(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Registers ops of the tests for one test."""
-    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
-
-    def register(capture: str, *ops: str, **traits: Any) -> None:
-        for op in ops or SPLIT_OPS:
-            pw.register_splitting_op(op, capture=capture, **traits)
-
-    return register
-
-
 def of_rows(descriptor: BatchDescriptor) -> tuple[Tensor, ...]:
     return (rows(descriptor.num_tokens),)
 
@@ -85,18 +81,10 @@ def warmed(model: Any, make_inputs: Any = of_rows, **options: Any) -> Any:
     return compiled
 
 
-def modes(compiled: Any) -> dict[str, int]:
-    """Steps by mode."""
-    counts: dict[str, int] = {}
-    for tally in (t for r in runtimes(compiled) for t in r.statistics.tallies):
-        counts[tally.mode.value] = counts.get(tally.mode.value, 0) + tally.num_replays
-    return counts
-
-
 # Which batches
 
 
-def test_uniform_batches_run_as_one_graph_and_others_in_pieces(declare: Any) -> None:
+def test_uniform_batches_run_as_one_graph_and_others_in_pieces() -> None:
     declare("uniform_batch")
     compiled = warmed(toy)
     report = pw.report(compiled).graphs[0]
@@ -114,7 +102,7 @@ def test_uniform_batches_run_as_one_graph_and_others_in_pieces(declare: Any) -> 
 
 
 @pytest.mark.parametrize("way", ["torch.compile", "pw.compile"])
-def test_modes_taking_turns(declare: Any, way: str) -> None:
+def test_modes_taking_turns(way: str) -> None:
     """One set of buffers, one pool."""
     declare("uniform_batch")
     model = Decoder()
@@ -136,7 +124,7 @@ def test_modes_taking_turns(declare: Any, way: str) -> None:
     assert not fallbacks(pw.report(compiled))
 
 
-def test_full_serves_every_batch_where_ops_allow_it(declare: Any) -> None:
+def test_full_serves_every_batch_where_ops_allow_it() -> None:
     declare("always")
     compiled = warmed(toy, cudagraph_mode="full")
     assert pw.report(compiled).graphs[0].captured_sizes == ()
@@ -147,7 +135,7 @@ def test_full_serves_every_batch_where_ops_allow_it(declare: Any) -> None:
     assert modes(compiled) == {"full": 16}
 
 
-def test_full_decode_only_has_no_graphs_for_others(declare: Any) -> None:
+def test_full_decode_only_has_no_graphs_for_others() -> None:
     declare("uniform_single_token_decode")
     compiled = warmed(toy, cudagraph_mode="full_decode_only")
     with pw.batch(uniform=True):
@@ -167,9 +155,7 @@ def test_full_decode_only_has_no_graphs_for_others(declare: Any) -> None:
         ("uniform_batch", 2, "full_and_piecewise"),
     ],
 )
-def test_the_mode_follows_from_the_weakest_op(
-    declare: Any, capture: str, query_len: int, mode: str
-) -> None:
+def test_the_mode_follows_from_the_weakest_op(capture: str, query_len: int, mode: str) -> None:
     declare("always")
     declare(capture, "pwtest::attn")
 
@@ -183,13 +169,13 @@ def test_the_mode_follows_from_the_weakest_op(
     assert report.mode_reason in str(report)
 
 
-def test_full_of_an_op_that_may_not_be_in_a_graph(declare: Any) -> None:
+def test_full_of_an_op_that_may_not_be_in_a_graph() -> None:
     declare("never")
     with pytest.raises(pw.ConfigError, match=r"cannot be captured.*cudagraph_mode='piecewise'"):
         compile(toy, cudagraph_mode="full")(rows(4))
 
 
-def test_sizes_that_only_split_ops_see(declare: Any) -> None:
+def test_sizes_that_only_split_ops_see() -> None:
     """Where they are the token count the step is one graph; else it runs in pieces."""
     declare("always")
 
@@ -204,7 +190,7 @@ def test_sizes_that_only_split_ops_see(declare: Any) -> None:
     assert modes(compiled) == {"full": 3, "piecewise": 2}
 
 
-def test_speculative_decode_rounds_sizes(declare: Any) -> None:
+def test_speculative_decode_rounds_sizes() -> None:
     declare("uniform_batch")
     compiled = warmed(toy, decode_query_len=3)
     assert pw.report(compiled).graphs[0].captured_steps == (9, 6, 3)
@@ -216,7 +202,7 @@ def test_speculative_decode_rounds_sizes(declare: Any) -> None:
         compiled(rows(6))
 
 
-def test_warm_up_makes_decode_inputs_for_whole_steps(declare: Any) -> None:
+def test_warm_up_makes_decode_inputs_for_whole_steps() -> None:
     declare("uniform_batch")
     made: list[BatchDescriptor] = []
 
@@ -235,7 +221,7 @@ def test_warm_up_makes_decode_inputs_for_whole_steps(declare: Any) -> None:
     assert made[-len(uniform) :] == uniform, "pieces come first"
 
 
-def test_graphs_for_numbers_of_adapters(declare: Any) -> None:
+def test_graphs_for_numbers_of_adapters() -> None:
     declare("uniform_batch")
     compiled = warmed(toy, max_loras=2, cudagraph_capture_sizes=[4])
     assert sorted(only_runtime(compiled).captures.steps) == [(4, 0), (4, 1), (4, 2)]
@@ -250,7 +236,7 @@ def test_graphs_for_numbers_of_adapters(declare: Any) -> None:
         compiled(rows(4))
 
 
-def test_whole_steps_are_captured_by_warm_up_only(declare: Any) -> None:
+def test_whole_steps_are_captured_by_warm_up_only() -> None:
     """Their capture runs split ops again, which would write caches twice while serving."""
     declare("always")
     compiled = compile(toy, cudagraph_capture_sizes=SIZES)
@@ -266,7 +252,7 @@ def test_whole_steps_are_captured_by_warm_up_only(declare: Any) -> None:
 # What split ops see
 
 
-def test_padded_rows_are_zero_in_every_argument(declare: Any) -> None:
+def test_padded_rows_are_zero_in_every_argument() -> None:
     declare("always", "pwtest::cached")
     model, reference = WithCache(), WithCache()
     compiled = warmed(model, of_slots, splitting_ops=["pwtest::cached"])
@@ -285,7 +271,7 @@ def test_padded_rows_are_zero_in_every_argument(declare: Any) -> None:
     assert (before[1:16] == 0).all()
 
 
-def test_hooks_are_called_with_the_descriptor_before_the_replay(declare: Any) -> None:
+def test_hooks_are_called_with_the_descriptor_before_the_replay() -> None:
     calls: list[tuple[BatchDescriptor, int]] = []
 
     def refresh(descriptor: BatchDescriptor) -> None:
@@ -324,7 +310,7 @@ def sizes_as_outputs(x: Tensor) -> dict[str, Any]:
     [(fresh_results, 1), (in_place, 2), (sizes_as_outputs, 1)],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_models_of_all_kinds(declare: Any, model: Any, num_args: int) -> None:
+def test_models_of_all_kinds(model: Any, num_args: int) -> None:
     declare("always")
 
     def inputs(n: int) -> list[Tensor]:
@@ -339,7 +325,7 @@ def test_models_of_all_kinds(declare: Any, model: Any, num_args: int) -> None:
     assert modes(compiled) == {"full": 5}
 
 
-def test_outputs_belong_to_the_caller(declare: Any) -> None:
+def test_outputs_belong_to_the_caller() -> None:
     declare("always")
     compiled = warmed(toy)
     with pw.batch(uniform=True):
@@ -348,7 +334,7 @@ def test_outputs_belong_to_the_caller(declare: Any) -> None:
         same(output, toy(rows(5, seed=i)), f"output {i}")
 
 
-def test_buffers_change_once_per_call(declare: Any) -> None:
+def test_buffers_change_once_per_call() -> None:
     declare("always")
 
     class Counting(nn.Module):
@@ -381,9 +367,7 @@ def test_buffers_change_once_per_call(declare: Any) -> None:
         ({"num_reqs": 2, "uniform": True}, 4, "uniform and num_reqs=2, but 4 tokens"),
     ],
 )
-def test_facts_that_contradict_the_inputs(
-    declare: Any, facts: dict[str, Any], n: int, message: str
-) -> None:
+def test_facts_that_contradict_the_inputs(facts: dict[str, Any], n: int, message: str) -> None:
     declare("uniform_batch")
     compiled = warmed(toy)
     with pw.batch(**facts), pytest.raises(pw.ContractError, match=message):
@@ -415,7 +399,7 @@ def test_facts_end_with_the_block() -> None:
 
 
 def test_a_step_that_cannot_be_captured_is_served_in_pieces(
-    declare: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     declare("always")
     run = _Step.run
@@ -438,7 +422,7 @@ def test_a_step_that_cannot_be_captured_is_served_in_pieces(
 
 
 @pytest.mark.parametrize("mode", ["full", "full_and_piecewise"])
-def test_padding_that_is_unsafe(declare: Any, mode: str) -> None:
+def test_padding_that_is_unsafe(mode: str) -> None:
     declare("always")
 
     def model(x: Tensor) -> Tensor:
@@ -452,7 +436,7 @@ def test_padding_that_is_unsafe(declare: Any, mode: str) -> None:
     assert fallbacks(pw.report(compiled)) == {FallbackReason.PADDING_UNSAFE: 1}
 
 
-def test_a_cache_that_moved_leaves_the_pieces(declare: Any) -> None:
+def test_a_cache_that_moved_leaves_the_pieces() -> None:
     declare("always", "pwtest::cached")
     model, reference = WithCache(), WithCache()
     compiled = warmed(model, of_slots, splitting_ops=["pwtest::cached"])
@@ -480,7 +464,7 @@ def test_presets() -> None:
     assert pw.Config.from_options({"cudagraph_mode": "full"}, "O1").cudagraph_mode is mode.FULL
 
 
-def test_a_budget_of_graphs(declare: Any) -> None:
+def test_a_budget_of_graphs() -> None:
     """Three pieces and one whole step a size: 8 graphs are two sizes."""
     declare("uniform_batch")
     compiled = warmed(toy, max_graphs=8)
@@ -498,7 +482,7 @@ def test_sizes_for_tensor_parallelism() -> None:
         pw.Config.from_options(options | {"tensor_parallel_size": 16})
 
 
-def test_what_another_rank_needs(declare: Any) -> None:
+def test_what_another_rank_needs() -> None:
     declare("uniform_batch")
     compiled = warmed(toy)
     with pw.batch(uniform=True, pad_to=7):
@@ -515,7 +499,7 @@ def test_what_another_rank_needs(declare: Any) -> None:
         pw.batch(mode=CUDAGraphMode.FULL_AND_PIECEWISE)
 
 
-def test_graphs_switched_off_and_on(declare: Any) -> None:
+def test_graphs_switched_off_and_on() -> None:
     declare("uniform_batch")
     compiled = warmed(toy)
     for is_on in (True, False, True):
@@ -529,7 +513,7 @@ def test_graphs_switched_off_and_on(declare: Any) -> None:
     assert (bucket.execution_mode, bucket.size, bucket.num_tokens) == ("cuda_graph", 4, 6)
 
 
-def test_states_of_warm_up(declare: Any) -> None:
+def test_states_of_warm_up() -> None:
     declare("uniform_batch")
     compiled = compile(toy, cudagraph_capture_sizes=SIZES)
     states = [pw.report(compiled).state.name]
@@ -548,7 +532,7 @@ def test_states_of_warm_up(declare: Any) -> None:
 
 
 @pytest.mark.parametrize("call", [0, 1, 3, 7, 12])
-def test_an_error_in_make_inputs_leaves_nothing_half_done(declare: Any, call: int) -> None:
+def test_an_error_in_make_inputs_leaves_nothing_half_done(call: int) -> None:
     declare("uniform_batch")
     compiled = compile(toy, cudagraph_capture_sizes=SIZES)
     calls = 0
@@ -573,7 +557,7 @@ def test_an_error_in_make_inputs_leaves_nothing_half_done(declare: Any, call: in
     assert modes(compiled)["full"] == before + 1
 
 
-def test_verification_finds_a_wrong_graph(declare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verification_finds_a_wrong_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """What capture cannot know: the recording does not repeat what the step does."""
     declare("uniform_batch")
     run = _Step.run
@@ -593,7 +577,7 @@ def test_verification_finds_a_wrong_graph(declare: Any, monkeypatch: pytest.Monk
     assert modes(compiled) == {"piecewise": 2, "full": 1}
 
 
-def test_integers_that_a_piece_computes_are_not_padded(declare: Any) -> None:
+def test_integers_that_a_piece_computes_are_not_padded() -> None:
     """0 + 1 is somebody's slot."""
     declare("always", "pwtest::cached")
 
@@ -611,7 +595,7 @@ def test_integers_that_a_piece_computes_are_not_padded(declare: Any) -> None:
     assert modes(compiled) == {"full": 1, "piecewise": 1}
 
 
-def test_padding_for_another_rank_that_was_not_tried(declare: Any) -> None:
+def test_padding_for_another_rank_that_was_not_tried() -> None:
     """On a grid without gaps nothing is padded but for other ranks."""
     declare("uniform_batch")
 
@@ -626,7 +610,7 @@ def test_padding_for_another_rank_that_was_not_tried(declare: Any) -> None:
     assert fallbacks(pw.report(compiled)) == {FallbackReason.PADDING_UNSAFE: 1}
 
 
-def test_random_numbers_are_no_difference(declare: Any) -> None:
+def test_random_numbers_are_no_difference() -> None:
     declare("always")
 
     def model(x: Tensor) -> Tensor:
@@ -640,7 +624,7 @@ def test_random_numbers_are_no_difference(declare: Any) -> None:
     assert not first.equal(second)
 
 
-def test_query_length_and_tensor_parallelism_together(declare: Any) -> None:
+def test_query_length_and_tensor_parallelism_together() -> None:
     declare("uniform_batch")
     options = {"decode_query_len": 3, "tensor_parallel_size": 4, "max_cudagraph_capture_size": 12}
     compiled = warmed(toy, cudagraph_capture_sizes=[4, 8, 12, 16], **options)
@@ -654,7 +638,7 @@ def put_through_a_view(x: Tensor, y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("mode", ["full", "full_and_piecewise"])
-def test_a_write_through_a_view_that_a_piece_makes(declare: Any, mode: str) -> None:
+def test_a_write_through_a_view_that_a_piece_makes(mode: str) -> None:
     declare("always")
 
     def inputs(n: int) -> list[Tensor]:
@@ -675,7 +659,7 @@ def test_a_write_through_a_view_that_a_piece_makes(declare: Any, mode: str) -> N
     assert fallbacks(pw.report(compiled)) == {FallbackReason.OVERLAPPING_INPUTS: 1}
 
 
-def test_verification_sees_past_infinities(declare: Any) -> None:
+def test_verification_sees_past_infinities() -> None:
     """The real rows depend on how many there are, beside a mask of -inf."""
     declare("always", "pwtest::centred")
 
@@ -701,7 +685,7 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-def test_an_error_while_comparing_leaves_nothing_that_was_not(declare: Any) -> None:
+def test_an_error_while_comparing_leaves_nothing_that_was_not() -> None:
     declare("always", "pwtest::centred")
 
     def model(x: Tensor) -> Tensor:
@@ -721,7 +705,7 @@ def test_an_error_while_comparing_leaves_nothing_that_was_not(declare: Any) -> N
             same(compiled(mark_dynamic([rows(n)])[0]), model(rows(n)), f"{n}")
 
 
-def test_warm_up_of_a_model_whose_graphs_are_off(declare: Any) -> None:
+def test_warm_up_of_a_model_whose_graphs_are_off() -> None:
     declare("always")
     compiled = warmed(toy)
     pw.switch_graphs(compiled, False)
@@ -729,7 +713,7 @@ def test_warm_up_of_a_model_whose_graphs_are_off(declare: Any) -> None:
         pw.warmup(compiled, of_rows)
 
 
-def test_why_a_whole_step_is_not_captured_is_reported(declare: Any) -> None:
+def test_why_a_whole_step_is_not_captured_is_reported() -> None:
     """Such as cumulative lengths, of which there is one more than tokens."""
     declare("always")
 

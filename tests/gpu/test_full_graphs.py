@@ -5,19 +5,20 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import piecewise_backend as pw
-from piecewise_backend import registry
 from piecewise_backend.batch import BatchDescriptor
 from tests import helpers
 from tests.gpu.test_cuda import MIB, compile, near, rows, warmed
-from tests.helpers import SPLIT_OPS, Decoder
-from tests.runtime_helpers import fallbacks, only_runtime, quiet, toy
+from tests.helpers import (
+    Decoder,
+    declare,
+)
+from tests.runtime_helpers import fallbacks, modes, quiet, toy
 
 pytestmark = [
     pytest.mark.gpu,
@@ -68,28 +69,8 @@ def _without_gradients() -> Iterator[None]:
     helpers.KEPT.clear()
 
 
-@pytest.fixture
-def declare(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Registers ops of the tests for one test."""
-    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
-
-    def register(capture: str, *ops: str, **traits: Any) -> None:
-        for op in ops or SPLIT_OPS:
-            pw.register_splitting_op(op, capture=capture, **traits)
-
-    return register
-
-
-def modes(compiled: Any) -> dict[str, int]:
-    """Steps by mode."""
-    counts: dict[str, int] = {}
-    for tally in only_runtime(compiled).statistics.tallies:
-        counts[tally.mode.value] = counts.get(tally.mode.value, 0) + tally.num_replays
-    return counts
-
-
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
-def test_modes_taking_turns(declare: Any, compiler: str) -> None:
+def test_modes_taking_turns(compiler: str) -> None:
     """One set of buffers, one pool."""
     declare("uniform_batch")
     model = Decoder().cuda()
@@ -108,7 +89,7 @@ def test_modes_taking_turns(declare: Any, compiler: str) -> None:
     assert not fallbacks(pw.report(compiled))
 
 
-def test_a_number_from_the_host_is_frozen_in_a_graph(declare: Any) -> None:
+def test_a_number_from_the_host_is_frozen_in_a_graph() -> None:
     """Why such an op needs a hook."""
     declare("always", "pwtest::host_scaled")
 
@@ -126,7 +107,7 @@ def test_a_number_from_the_host_is_frozen_in_a_graph(declare: Any) -> None:
         near(compiled(x), x * 2 + 1, "the number of the capture")
 
 
-def test_a_hook_refreshes_what_a_graph_reads(declare: Any) -> None:
+def test_a_hook_refreshes_what_a_graph_reads() -> None:
     scale = torch.ones((), device="cuda")
     seen: list[BatchDescriptor] = []
 
@@ -152,7 +133,7 @@ def test_a_hook_refreshes_what_a_graph_reads(declare: Any) -> None:
     assert seen == [BatchDescriptor(num_tokens=8, num_reqs=8, uniform=True)] * 3
 
 
-def test_an_op_that_cannot_be_recorded(declare: Any) -> None:
+def test_an_op_that_cannot_be_recorded() -> None:
     declare("always", "pwtest::waiting")
 
     def model(x: Tensor) -> Tensor:
@@ -176,7 +157,7 @@ def test_an_op_that_cannot_be_recorded(declare: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", ["full", "full_and_piecewise"])
-def test_workspaces_that_somebody_clears(declare: Any, mode: str) -> None:
+def test_workspaces_that_somebody_clears(mode: str) -> None:
     """`mode="reduce-overhead"` of another model does so; matrix products scratch there."""
     declare("always")
     width = 2048
@@ -197,7 +178,7 @@ def test_workspaces_that_somebody_clears(declare: Any, mode: str) -> None:
     assert modes(compiled)["full"] == 4 + 4 * 8
 
 
-def test_memory_is_shared_and_given_back(declare: Any) -> None:
+def test_memory_is_shared_and_given_back() -> None:
     declare("always")
     model = Decoder(width=1024).cuda()
     gc.collect()
@@ -221,7 +202,7 @@ def test_memory_is_shared_and_given_back(declare: Any) -> None:
     assert torch.cuda.memory_reserved() <= before
 
 
-def test_lazily_captured_sizes_run_in_pieces(declare: Any) -> None:
+def test_lazily_captured_sizes_run_in_pieces() -> None:
     declare("always")
     compiled = compile(toy)
     for call in range(4):
