@@ -9,6 +9,7 @@ from __future__ import annotations
 from piecewise_backend.batch import CUDAGraphMode
 from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.config import Config
+from piecewise_backend.errors import ConfigError
 from piecewise_backend.modes import resolve_cudagraph_mode, weakest
 from piecewise_backend.registry import traits_of
 
@@ -32,9 +33,15 @@ def graph_mode(graph: CompiledGraph, config: Config) -> tuple[CUDAGraphMode, str
             return asked, ""
         return CUDAGraphMode.PIECEWISE, "" if asked is CUDAGraphMode.PIECEWISE else _UNCUT
     support = weakest(traits_of(op.op_name).capture for op in ops)
-    return resolve_cudagraph_mode(
-        asked, support, attention_is_split=True, decode_query_len=config.decode_query_len
-    )
+    weakest_ops = {op.op_name for op in ops if traits_of(op.op_name).capture is support}
+    who = f" ({', '.join(sorted(weakest_ops))}: see capture= of register_splitting_op)"
+    try:
+        mode, reason = resolve_cudagraph_mode(
+            asked, support, attention_is_split=True, decode_query_len=config.decode_query_len
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{error}{who}") from None
+    return mode, reason and reason + who
 
 
 _UNCUT = "nothing is cut, so the only piece is the whole step"

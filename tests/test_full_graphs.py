@@ -167,11 +167,12 @@ def test_the_mode_follows_from_the_weakest_op(capture: str, query_len: int, mode
     assert report.mode == mode
     assert bool(report.mode_reason) == (mode == "piecewise")
     assert report.mode_reason in str(report)
+    assert ("pwtest::attn: see capture=" in report.mode_reason) == (mode == "piecewise")
 
 
 def test_full_of_an_op_that_may_not_be_in_a_graph() -> None:
     declare("never")
-    with pytest.raises(pw.ConfigError, match=r"cannot be captured.*cudagraph_mode='piecewise'"):
+    with pytest.raises(pw.ConfigError, match=r"cannot be captured.*'piecewise'.*pwtest::attn: see"):
         compile(toy, cudagraph_mode="full")(rows(4))
 
 
