@@ -66,20 +66,11 @@ def leave_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
     index = device.index if device.index is not None else torch.cuda.current_device()
     with contextlib.suppress(RuntimeError):  # a torch that has told the allocator already
         torch._C._cuda_endAllocateToPool(index, pool)
-    record_nothing(torch.cuda.graph_pool_handle(), lambda: None)
-
-
-def record_nothing(pool: Any, function: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """Capture a function that launches no kernel; what it allocates is in `pool`."""
     graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-    try:
-        function()
-    finally:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-            graph.capture_end()
-    return graph
+    graph.capture_begin(capture_error_mode="thread_local")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+        graph.capture_end()
 
 
 def bound_replay(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
