@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 from contextvars import ContextVar
+from typing import Any
 
 from piecewise_backend.batch import BatchDescriptor, CUDAGraphMode
 from piecewise_backend.errors import ConfigError, ContractError
@@ -65,7 +66,8 @@ _SINGLE_MODES = (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 current: ContextVar[BatchFacts | None] = ContextVar("piecewise_batch", default=None)
 
 # Not tokens kept by `batch`: one object may be entered in several threads and tasks at once.
-_outer: ContextVar[tuple[BatchFacts | None, ...]] = ContextVar("piecewise_outer", default=())
+_outer: ContextVar[Any] = ContextVar("piecewise_outer", default=None)
+"""What was current before, and what this was then."""
 
 
 class batch:  # used like a function
@@ -87,6 +89,8 @@ class batch:  # used like a function
         ConfigError: a value of the wrong kind.
     """
 
+    __slots__ = ("_facts",)
+
     def __init__(
         self,
         *,
@@ -97,23 +101,19 @@ class batch:  # used like a function
         pad_to: int = 0,
         mode: CUDAGraphMode | None = None,
     ) -> None:
-        if type(uniform) is not bool:
-            raise ConfigError(f"uniform={uniform!r}; give True or False")
-        _require_count("num_tokens", num_tokens, least=0)
-        _require_count("num_reqs", num_reqs, least=1)
-        _require_count("num_active_loras", num_active_loras, least=0)
-        _require_count("pad_to", pad_to, least=0)
-        if mode is not None and mode not in _SINGLE_MODES:
-            raise ConfigError(f"mode={mode!r}; give one of {[m.name for m in _SINGLE_MODES]}")
-        self._facts = _facts(num_tokens, num_reqs, uniform, num_active_loras, pad_to, mode)
+        try:
+            self._facts = _facts(num_tokens, num_reqs, uniform, num_active_loras, pad_to, mode)
+        except TypeError:  # what cannot be hashed is no count either
+            _require(num_tokens, num_reqs, uniform, num_active_loras, pad_to, mode)
+            raise
 
     def __enter__(self) -> None:
-        _outer.set((*_outer.get(), current.get()))
+        _outer.set((current.get(), _outer.get()))
         current.set(self._facts)
 
     def __exit__(self, *_: object) -> None:
-        *outer, before = _outer.get()
-        _outer.set(tuple(outer))
+        before, outer = _outer.get()
+        _outer.set(outer)
         current.set(before)
 
 
@@ -128,13 +128,7 @@ def stated(descriptor: BatchDescriptor) -> contextlib.AbstractContextManager[Non
     )
 
 
-def _require_count(name: str, value: int | None, least: int) -> None:
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    if value is not None and (not is_int or value < least):
-        raise ConfigError(f"{name}={value!r}; give an integer of at least {least}")
-
-
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096, typed=True)
 def _facts(
     num_tokens: int | None,
     num_reqs: int | None,
@@ -143,6 +137,8 @@ def _facts(
     pad_to: int,
     mode: CUDAGraphMode | None,
 ) -> BatchFacts:
+    """Valid facts; what was seen before is neither checked nor made again."""
+    _require(num_tokens, num_reqs, uniform, num_active_loras, pad_to, mode)
     return BatchFacts(
         num_tokens=num_tokens,
         num_reqs=num_reqs,
@@ -151,3 +147,28 @@ def _facts(
         pad_to=pad_to,
         mode=mode,
     )
+
+
+def _require(
+    num_tokens: object,
+    num_reqs: object,
+    uniform: object,
+    num_active_loras: object,
+    pad_to: object,
+    mode: object,
+) -> None:
+    if type(uniform) is not bool:
+        raise ConfigError(f"uniform={uniform!r}; give True or False")
+    _require_count("num_tokens", num_tokens, least=0)
+    _require_count("num_reqs", num_reqs, least=1)
+    _require_count("num_active_loras", num_active_loras, least=0)
+    _require_count("pad_to", pad_to, least=0)
+    if mode is not None and mode not in _SINGLE_MODES:
+        raise ConfigError(f"mode={mode!r}; give one of {[m.name for m in _SINGLE_MODES]}")
+
+
+def _require_count(name: str, value: object, least: int) -> None:
+    if value is None and name in ("num_tokens", "num_reqs"):
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name}={value!r}; give an integer of at least {least}")

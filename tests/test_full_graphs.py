@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -379,11 +380,17 @@ def test_facts_that_contradict_the_inputs(facts: dict[str, Any], n: int, message
 
 @pytest.mark.parametrize(
     "facts",
-    [{"uniform": 1}, {"num_reqs": 0}, {"num_reqs": True}, {"num_tokens": -1}, {"num_tokens": "4"}],
-)
+    [
+        {"uniform": 1}, {"num_reqs": 0}, {"num_reqs": True}, {"num_reqs": 1.0}, {"num_tokens": -1},
+        {"num_tokens": "4"}, {"num_tokens": [4]}, {"num_active_loras": None}, {"pad_to": None},
+        {"mode": "FULL"}, {"mode": CUDAGraphMode.FULL_AND_PIECEWISE},
+    ],
+)  # fmt: skip
 def test_facts_of_the_wrong_kind(facts: dict[str, Any]) -> None:
-    (name,) = facts
-    with pytest.raises(pw.ConfigError, match=f"{name}={next(iter(facts.values()))!r}"):
+    for equal in ({"uniform": True}, {"num_reqs": 1}):  # what was seen is not checked again
+        pw.batch(**equal)
+    ((name, value),) = facts.items()
+    with pytest.raises(pw.ConfigError, match=re.escape(f"{name}={value!r}")):
         pw.batch(**facts)
 
 
