@@ -13,7 +13,6 @@ anything, and say where to write, too; such a step is not padded.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +32,7 @@ from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.errors import CaptureError
 from piecewise_backend.plan import dynamic_plan
 from piecewise_backend.plan_writer import PlanWriter
-from piecewise_backend.registry import traits_of
+from piecewise_backend.refresh import Refresh
 from piecewise_backend.sizes import SizeFunction
 from piecewise_backend.split_ops import inputs_written_by
 from piecewise_backend.static_inputs import written_inputs
@@ -48,15 +47,19 @@ def capture_step(
     Args:
         request: what to capture; the call that its arguments are of runs again, split ops
             included, as often as there are warm-ups.
-        descriptor: handed to the hooks of split ops before every replay.
+        descriptor: handed to the hooks of split ops, now and before every replay.
         padding_fault: what padding does to real rows of a piece at this size, or None.
 
     Raises:
         CaptureError: the step cannot be recorded; nothing is kept.
+        Exception: whatever a hook does.
     """
     padding_fault = padding_fault or _computed_integers(request.graph)
+    refresh = Refresh.of(request.graph.split, descriptor, request.pool)
+    # Out here hooks find the inference mode and the random numbers that they find in serving.
+    refresh.run()
     with aside(request):
-        return _Step(request).capture(descriptor, padding_fault)
+        return _Step(request, refresh).capture(padding_fault)
 
 
 def _computed_integers(graph: CompiledGraph) -> str | None:
@@ -77,13 +80,14 @@ def _computed_integers(graph: CompiledGraph) -> str | None:
 class _Step:
     """The step as a function of its tensors, which stay where they are."""
 
-    def __init__(self, request: CaptureRequest) -> None:
+    def __init__(self, request: CaptureRequest, refresh: Refresh) -> None:
         self.request = request
+        self.refresh = refresh
         self.graph = request.graph
         self.static_inputs = request.static_inputs.of_whole_step()
         self.args = self._args()
         split = self.graph.split
-        plan, exprs = dynamic_plan(split, self.graph.instances, self.graph.device)
+        plan, exprs = dynamic_plan(split, self.graph.instances, self.graph.device, refresh.bind)
         self.plan = plan.function
         self.numbers = SizeFunction(split.symbols, exprs)(request.sizes)
         self.calls = tuple(choice.call for choice in self.graph.choices_at(request.sizes))
@@ -121,7 +125,7 @@ class _Step:
         results = self.plan(args, self.numbers, self.calls)
         return tuple(results[position] for position in self.outputs.values())
 
-    def capture(self, descriptor: BatchDescriptor, padding_fault: str | None) -> CapturedSize:
+    def capture(self, padding_fault: str | None) -> CapturedSize:
         """Warm up, record, and write the plan."""
         request, split = self.request, self.graph.split
         writer = PlanWriter(
@@ -140,9 +144,8 @@ class _Step:
         if captured.is_empty:
             raise CaptureError("the step recorded nothing; it launches on a stream of its own")
         writer.add_padding()
-        hooks = [hook for op in split.split_ops for hook in traits_of(op.op_name).before_replay]
-        for hook in dict.fromkeys(hooks):
-            writer.add_call(functools.partial(hook, descriptor))
+        for call in self.refresh.calls:
+            writer.add_call(call)
         writer.add_replay(captured.replay)
         self._add_outputs(writer, captured.outputs)
         plan, rows = writer.finish()

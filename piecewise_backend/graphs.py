@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import threading
 import warnings
@@ -35,6 +36,7 @@ import torch
 from piecewise_backend import _torch
 from piecewise_backend.buffers import Arena
 from piecewise_backend.errors import CaptureError
+from piecewise_backend.update_stream import UpdateStream
 
 Outputs = Sequence[torch.Tensor]
 
@@ -68,6 +70,19 @@ class GraphPool(Protocol):
         """Everything inside runs on the capture stream, ordered with the current one."""
         ...
 
+    def refresh(self, functions: Sequence[Callable[[], object]]) -> None:
+        """Before a replay: run functions that write what the graph reads, beside the graph.
+
+        Raises:
+            Exception: whatever a function does; the graph must not be replayed then.
+        """
+        ...
+
+    def wait_for_refresh(self) -> None:
+        """While recording: what follows waits for the refresh before the replay. Else for the
+        last one."""
+        ...
+
 
 class CaptureStream:
     """A stream to record on, and the workspaces of its matrix products. See Note [Workspaces].
@@ -99,6 +114,12 @@ class CaptureStream:
             f"none of the {_NUM_STREAMS} streams of {device} is free to capture graphs on; two "
             "models on one stream would share scratch memory. Delete models or use fewer streams"
         )
+
+    @functools.cached_property
+    def updates(self) -> UpdateStream:
+        """The stream beside graphs that were recorded on this one. First asked for outside of
+        recordings."""
+        return UpdateStream(self.device)
 
     def claim_workspaces(self) -> None:
         """Have the workspaces for this thread and the current stream allocated in our pool."""
@@ -141,6 +162,12 @@ class CudaGraphPool:
                     yield
             finally:
                 outside.wait_stream(stream)
+
+    def refresh(self, functions: Sequence[Callable[[], object]]) -> None:
+        self._lent.updates.refresh(functions)
+
+    def wait_for_refresh(self) -> None:
+        self._lent.updates.wait()
 
     def capture(self, function: Callable[..., Outputs], inputs: Sequence[Any]) -> CapturedGraph:
         graph = torch.cuda.CUDAGraph()
@@ -189,6 +216,13 @@ class EmulatedGraphPool:
     @contextlib.contextmanager
     def side_stream(self) -> Iterator[None]:
         yield
+
+    def refresh(self, functions: Sequence[Callable[[], object]]) -> None:
+        for function in functions:
+            function()
+
+    def wait_for_refresh(self) -> None:
+        """There are no streams: it is done."""
 
     def capture(self, function: Callable[..., Outputs], inputs: Sequence[Any]) -> CapturedGraph:
         try:

@@ -90,9 +90,15 @@ def unpack(names: Sequence[str], source: str) -> str:
 
 
 def dynamic_plan(
-    split: SplitGraph, instances: Sequence[Instance], device: torch.device
+    split: SplitGraph,
+    instances: Sequence[Instance],
+    device: torch.device,
+    bind: Callable[[SplitOp, torch.device], Callable[..., Any]] = bind_split_op,
 ) -> tuple[Plan, tuple[sympy.Expr, ...]]:
     """The plan without graphs: `plan(args, numbers, calls)`.
+
+    Args:
+        bind: gives the function that is called for a split op.
 
     Returns:
         The plan and the expressions whose values it takes as `numbers`; `calls` are the
@@ -116,7 +122,7 @@ def dynamic_plan(
             "_" if name is None else f"v{step.index}_{i}" for i, name in enumerate(step.outputs)
         ]
         if isinstance(step, SplitOp):
-            function = code.bind(bind_split_op(step, device), "op_")
+            function = code.bind(bind(step, device), "op_")
             call = code.call(step, function, leaf)
             is_packed = step.returns_tuple
         else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -46,12 +46,55 @@ PRESETS: dict[str, tuple[str, ...]] = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Hook:
+    """A function that refreshes what an op reads in a graph."""
+
+    function: BeforeReplay
+    is_on_update_stream: bool
+    """It overlaps the part of the graph that comes before the op."""
+
+    @classmethod
+    def of(cls, function: BeforeReplay | None, refresh_on: str) -> Hook | None:
+        """The hook that a registration names.
+
+        Raises:
+            ConfigError: there is no such stream, or the function cannot be one.
+        """
+        if refresh_on not in _STREAMS:
+            close = difflib.get_close_matches(str(refresh_on), _STREAMS, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"use one of {list(_STREAMS)}"
+            raise ConfigError(f"refresh_on {refresh_on!r} is not known; {hint}")
+        is_on_update_stream = refresh_on == "update_stream"
+        if function is None:
+            if is_on_update_stream:
+                raise ConfigError(
+                    "refresh_on='update_stream' without before_replay has nothing to run there; "
+                    "pass before_replay= in the same call, or leave refresh_on out"
+                )
+            return None
+        if not callable(function) or not isinstance(function, Hashable):
+            raise ConfigError(
+                f"before_replay is {function!r}; pass a function, or another hashable callable, "
+                "that takes a BatchDescriptor"
+            )
+        return cls(function, is_on_update_stream)
+
+
+_STREAMS = ("current_stream", "update_stream")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class SplitOpTraits:
     """What the registration of an op says about it."""
 
     capture: CaptureSupport = CaptureSupport.NEVER
-    before_replay: tuple[BeforeReplay, ...] = ()
+    before_replay: tuple[Hook, ...] = ()
     """Called before every replay of a graph that the op is part of."""
+
+    def with_hook(self, hook: Hook) -> SplitOpTraits:
+        """The same and a hook; one of the same function keeps its place and is replaced."""
+        hooks = {known.function: known for known in self.before_replay} | {hook.function: hook}
+        return dataclasses.replace(self, before_replay=tuple(hooks.values()))
 
 
 _DECORATE = object()
@@ -64,6 +107,7 @@ def register_splitting_op(
     *,
     capture: str | None = None,
     before_replay: BeforeReplay | None = None,
+    refresh_on: str = "current_stream",
 ) -> Any:
     """Make graphs be cut at `op`: it runs between pieces, outside of every piece's graph.
 
@@ -77,28 +121,43 @@ def register_splitting_op(
             In such a graph the op is given padded rows, in which the inputs of the model are
             zero.
         before_replay: called with the descriptor of the capture that serves a batch, before a
-            graph that contains the op is replayed, on the current stream. A graph repeats the
-            numbers that the op took from the host at capture: here is the place to write those
-            of this batch to the device buffers that the op's kernels read.
+            graph that contains the op is captured, and before each replay of it. A graph repeats
+            the numbers that the op took from the host at capture: here is the place to write
+            those of this batch to the device buffers that the op's kernels read. The buffers
+            must be the op's or the model's own; arguments of the model are copied before. Calls
+            in pieces or without graphs run the op itself and no hook. What the hook raises
+            reaches the caller, and nothing is replayed. Registering an op again adds a hook; the
+            same hook again moves it to another stream. One that several ops share is called once.
+        refresh_on: the CUDA stream that is current in `before_replay`. "current_stream": that
+            of the call, so that the replay starts afterwards. "update_stream": one beside it,
+            which starts when earlier calls are done, so that the refresh overlaps all of the
+            step that comes before the first op with such a hook; that op waits for it. Nothing
+            before that op may read what is refreshed. Copies from the host overlap only from
+            pinned memory with `non_blocking=True`. A hook that two ops register with different
+            streams runs on the current one.
 
     Returns:
         `op`, unchanged.
 
     Raises:
-        ConfigError: no such operator exists, with the nearest name that does.
+        ConfigError: no such operator exists, with the nearest name that does; a value of
+            `capture` or `refresh_on` is not known; `before_replay` cannot be called.
     """
     if op is _DECORATE:
         return functools.partial(
-            register_splitting_op, capture=capture, before_replay=before_replay
+            register_splitting_op,
+            capture=capture,
+            before_replay=before_replay,
+            refresh_on=refresh_on,
         )
     name = op if isinstance(op, str) else _name_of_object(op)
     _check_exists(name)
-    before = _registered.get(name, SplitOpTraits())
-    support = before.capture if capture is None else CaptureSupport.of(capture)
-    hooks = before.before_replay
-    if before_replay is not None and before_replay not in hooks:
-        hooks = (*hooks, before_replay)
-    _registered[name] = SplitOpTraits(support, hooks)
+    traits = _registered.get(name, SplitOpTraits())
+    if capture is not None:
+        traits = dataclasses.replace(traits, capture=CaptureSupport.of(capture))
+    if (hook := Hook.of(before_replay, refresh_on)) is not None:
+        traits = traits.with_hook(hook)
+    _registered[name] = traits
     return op
 
 
