@@ -1,1 +1,29 @@
-"""Rewriting passes over the graphs of pieces; the ordered pipeline is empty so far."""
+"""Rewriting passes over graphs: what they are, their order, how they run.
+
+`definition` a pass is data · `order` the one ordered list · `running` runs it over a graph ·
+`noops` and `functionalization` are passes ·
+`validation` finds out what a pass broke · `keys` what caches compare.
+Knows nothing of the pipeline that the graphs come from.
+"""
+
+from piecewise_backend.passes.definition import Pass, Rewrite, Transform, as_pass
+from piecewise_backend.passes.order import (
+    passes_for,
+    register_pass,
+    warn_if_fusing_without_noops,
+)
+from piecewise_backend.passes.running import PassList, PassRecord, Write, merged
+
+__all__ = [
+    "Pass",
+    "PassList",
+    "PassRecord",
+    "Rewrite",
+    "Transform",
+    "Write",
+    "as_pass",
+    "merged",
+    "passes_for",
+    "register_pass",
+    "warn_if_fusing_without_noops",
+]

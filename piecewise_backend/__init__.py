@@ -28,6 +28,7 @@ from piecewise_backend.errors import (
 from piecewise_backend.guard_free import Compiled, compile
 from piecewise_backend.metrics import Metrics, prometheus_text
 from piecewise_backend.modes import resolve_cudagraph_mode
+from piecewise_backend.passes import PassRecord, Rewrite, register_pass
 from piecewise_backend.registry import register_splitting_op
 from piecewise_backend.report import Report
 from piecewise_backend.splitting import split_graph
@@ -43,8 +44,10 @@ __all__ = [
     "ContractError",
     "Metrics",
     "PassError",
+    "PassRecord",
     "PiecewiseError",
     "Report",
+    "Rewrite",
     "SplitError",
     "agree",
     "batch",
@@ -54,6 +57,7 @@ __all__ = [
     "metrics",
     "prometheus_text",
     "rebind",
+    "register_pass",
     "register_splitting_op",
     "report",
     "resolve_cudagraph_mode",

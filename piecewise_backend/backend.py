@@ -6,6 +6,7 @@ Out: a function of the graph's arguments.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,12 +15,18 @@ import torch
 from torch import fx
 
 from piecewise_backend import _torch
-from piecewise_backend.compiled import compile_graph
+from piecewise_backend.compiled import CompiledGraph, compile_graph
 from piecewise_backend.compiler import EagerCompiler, InductorCompiler, PieceCompiler
 from piecewise_backend.config import Config
 from piecewise_backend.counters import CompilationCounter, compilation_counter
 from piecewise_backend.dump import GraphDump
 from piecewise_backend.errors import ConfigError, ContractError
+from piecewise_backend.passes import (
+    PassList,
+    PassRecord,
+    passes_for,
+    warn_if_fusing_without_noops,
+)
 from piecewise_backend.past_dynamo import send_past_dynamo
 from piecewise_backend.registry import SplitOps
 from piecewise_backend.runtime import Runtime
@@ -57,14 +64,18 @@ def piecewise(
     _refuse_gradients(gm, example_inputs)
     _refuse_cuda_graphs_elsewhere(config, example_inputs)
     counters = CompilationCounter(parent=compilation_counter)
+    dump = GraphDump(config.dump_dir)
+    passes = Passes.of(config)
+    gm, graph_passes = passes.rewrite_whole_graph(gm, dump)
     split = split_graph(gm, SplitOps.resolve(config.splitting_ops))
     counters.add(
         num_graphs_seen=1,
         num_piecewise_graphs_seen=len(split.steps),
         num_piecewise_capturable_graphs_seen=len(split.pieces),
     )
-    dump = GraphDump(config.dump_dir)
-    compiled = compile_graph(split, example_inputs, _make_compiler(config, counters))
+    compiler = _make_compiler(config, counters, passes, dump)
+    compiled = compile_graph(split, example_inputs, compiler, graph_passes)
+    passes.require_matches(compiled)
     dump.write_graph(split, compiled.instances)
     log.info(
         "graph of %d steps: %d pieces, %d distinct",
@@ -89,10 +100,52 @@ def piecewise(
 piecewise.reset = Session.reset_all  # type: ignore[attr-defined]
 
 
-def _make_compiler(config: Config, counters: CompilationCounter) -> PieceCompiler:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Passes:
+    """The passes of one trace, by stage."""
+
+    graph: PassList
+    piece: PassList
+
+    @classmethod
+    def of(cls, config: Config) -> Passes:
+        """Those that run under these options; none below level 3."""
+        chosen = passes_for(config.passes, dict(config.pass_config)) if config.level == 3 else ()
+        # With the eager compiler pieces stay as traced: there is no graph of aten ops to change.
+        lowered = chosen if config.compiler == "inductor" else ()
+        warn_if_fusing_without_noops(lowered)
+        validate = config.validate_passes or config.dump_dir is not None
+        return cls(
+            PassList([item for item in chosen if item.stage == "graph"], validate=validate),
+            PassList([item for item in lowered if item.stage == "piece"], validate=validate),
+        )
+
+    def rewrite_whole_graph(
+        self, gm: fx.GraphModule, dump: GraphDump
+    ) -> tuple[fx.GraphModule, tuple[PassRecord, ...]]:
+        """Run the passes that come before the split, on a copy of the graph."""
+        if not self.graph.passes:
+            return gm, ()
+        copied = fx.Graph()
+        copied.output(copied.graph_copy(gm.graph, {}))
+        rewritten = fx.GraphModule(gm, copied)
+        records = self.graph.run(copied, "the whole graph", dump.pass_writer("graph"))
+        self.graph.require_matches({"the whole graph": records})
+        return rewritten, records
+
+    def require_matches(self, compiled: CompiledGraph) -> None:
+        """Every piece pass matched as often as it must; without compiled pieces it cannot say."""
+        if any(versions.compiled for versions in compiled.versions):
+            self.piece.require_matches(compiled.pass_records())
+
+
+def _make_compiler(
+    config: Config, counters: CompilationCounter, passes: Passes, dump: GraphDump
+) -> PieceCompiler:
     if config.compiler == "eager":
         return EagerCompiler()
-    return InductorCompiler(dict(config.inductor_compile_config), counters)
+    patches = dict(config.inductor_compile_config)
+    return InductorCompiler(patches, counters, passes.piece, dump.pass_writer)
 
 
 def _refuse_sealed(session: Session, gm: fx.GraphModule) -> None:

@@ -17,6 +17,7 @@ from piecewise_backend.canonical import Instance, identify
 from piecewise_backend.compiler import Call, Choice, Numbers, PieceCompiler, Versions, numbers_of
 from piecewise_backend.errors import ContractError, SplitError
 from piecewise_backend.facts import PieceFacts, find_facts
+from piecewise_backend.passes import PassRecord, merged
 from piecewise_backend.sizes import Layout, SizeFunction, Sizes, TokenDim, find_token_dim
 from piecewise_backend.steps import SplitGraph
 
@@ -41,6 +42,16 @@ class CompiledGraph:
     """For each instance, its integer inputs."""
     position_of: dict[int, int]
     """Step index of a piece -> its position among the instances."""
+    graph_passes: tuple[PassRecord, ...] = ()
+    """What passes did before the graph was split."""
+
+    def pass_records(self) -> dict[str, tuple[PassRecord, ...]]:
+        """What passes did, by the graph that they ran over; versions of a piece added up."""
+        found = {"the whole graph": self.graph_passes} if self.graph_passes else {}
+        for versions in self.versions:
+            if runs := [version.passes for version in versions.compiled if version.passes]:
+                found[f"piece {versions.piece.index}"] = merged(runs)
+        return found
 
     def numbers_at(self, position: int, sizes: Sizes) -> Numbers:
         """The integer inputs of an instance at these sizes."""
@@ -110,7 +121,10 @@ class CompiledGraph:
 
 
 def compile_graph(
-    split: SplitGraph, example_args: Sequence[Any], compiler: PieceCompiler
+    split: SplitGraph,
+    example_args: Sequence[Any],
+    compiler: PieceCompiler,
+    graph_passes: tuple[PassRecord, ...] = (),
 ) -> CompiledGraph:
     """Compile every distinct piece once, at the sizes of the trace.
 
@@ -132,6 +146,7 @@ def compile_graph(
         device=_only_device(split, facts),
         numbers=tuple(SizeFunction(split.symbols, numbers_of(i.inputs)) for i in instances),
         position_of={instance.piece.index: i for i, instance in enumerate(instances)},
+        graph_passes=graph_passes,
     )
     compiled.choices_at(sizes)
     return compiled

@@ -1,7 +1,7 @@
 """Compile distinct pieces, and keep what each version assumed about sizes.
 
 In:  a distinct piece and the sizes it is wanted for.
-Out: a callable valid for those sizes.
+Out: a callable valid for those sizes, and what passes did to it.
 Knows nothing of graphs, buffers or plans.
 
 Note [Versions]
@@ -25,6 +25,8 @@ from piecewise_backend import _torch
 from piecewise_backend.canonical import DistinctPiece
 from piecewise_backend.counters import CompilationCounter
 from piecewise_backend.fakes import fake_inputs
+from piecewise_backend.passes import PassList, PassRecord, Write
+from piecewise_backend.post_grad import PostGrad
 from piecewise_backend.steps import Constant, Host
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,8 @@ class Version:
     violated_by: Callable[[Numbers], str | None]
     """The condition that sizes violate, or None if the version is valid for them."""
     conditions: tuple[str, ...] = ()
+    passes: tuple[PassRecord, ...] = ()
+    """What the passes did, in their order."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,9 +87,19 @@ class EagerCompiler:
 class InductorCompiler:
     """Compiles with Inductor, sizes symbolic."""
 
-    def __init__(self, patches: Mapping[str, object], counters: CompilationCounter) -> None:
+    def __init__(
+        self,
+        patches: Mapping[str, object],
+        counters: CompilationCounter,
+        passes: PassList | None = None,
+        writer: Callable[[str], Write | None] = lambda name: None,
+    ) -> None:
+        """Args are Inductor options, where to count, the piece passes, and who writes their
+        dumps: `writer(name of the piece)`."""
         self._patches = {**_PATCHES, **patches}
         self._counters = counters
+        self._passes = passes or PassList(())
+        self._writer = writer
 
     def compile(self, piece: DistinctPiece, numbers: Numbers) -> Version:
         """Compile with `numbers` as example sizes."""
@@ -102,9 +116,12 @@ class InductorCompiler:
                 constant=lambda _: env.symint(env.symbol(next(hints))),
             )
         self._counters.add(num_inductor_compiles=1)
-        call = _torch.compile_with_inductor(piece.module, inputs, env, self._patches)
+        with_passes = PostGrad(self._passes, f"piece {piece.index}", self._writer)
+        patches = self._patches | with_passes.patches()
+        call = _torch.compile_with_inductor(piece.module, inputs, env, patches)
         conditions = env.conditions()
-        return Version(call, lambda sizes: env.holds(conditions, sizes), conditions)
+        records = with_passes.records()
+        return Version(call, lambda sizes: env.holds(conditions, sizes), conditions, records)
 
 
 class Versions:

@@ -8,16 +8,16 @@ Knows nothing of what the options do.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from piecewise_backend import _torch
+from piecewise_backend import option_checks
 from piecewise_backend.batch import CUDAGraphMode, default_capture_sizes
 from piecewise_backend.errors import ConfigError
 from piecewise_backend.grid import divisible_by
+from piecewise_backend.passes import Pass, passes_for
 from piecewise_backend.presets import options_of_mode
 
 _ENV_PREFIX = "PIECEWISE_"
@@ -30,6 +30,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "skip_guards": (False, True),
     "check_guards": (False, True),
     "cudagraph_specialize_lora": (False, True),
+    "validate_passes": (False, True),
 }
 # The grid when the user names no sizes: up to 256 sequences, as serving engines default to.
 _DEFAULT_MAX_NUM_SEQS = 256
@@ -48,6 +49,15 @@ class Config:
 
     inductor_compile_config: tuple[tuple[str, Any], ...] = ()
     """Inductor options for every piece; given as a mapping."""
+
+    pass_config: tuple[tuple[str, bool], ...] = ()
+    """Passes to switch on or off, by name; given as a mapping."""
+
+    passes: tuple[Pass, ...] = ()
+    """Passes of this model alone: what `pw.register_pass` takes, in a list."""
+
+    validate_passes: bool = False
+    """After each pass compute every node anew and compare. Always done where graphs are dumped."""
 
     cudagraph_mode: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE
     """What is replayed from graphs, as far as the split ops can be part of one."""
@@ -130,7 +140,7 @@ class Config:
         known = {field.name for field in dataclasses.fields(cls)}
         for name in given:
             if name not in known:
-                raise ConfigError(f"unknown option {name!r}{_nearest(name, known)}")
+                raise ConfigError(f"unknown option {name!r}{option_checks.nearest(name, known)}")
         values = {name: _checked(name, value) for name, value in given.items()}
         limit = values.get("max_cudagraph_capture_size")
         sizes = values.get("cudagraph_capture_sizes")
@@ -145,12 +155,8 @@ class Config:
         kept = divisible_by(kept, values.get("tensor_parallel_size", 1))
         if values.get("level", 3) < 3:
             values |= {"compiler": "eager", "cudagraph_mode": CUDAGraphMode.NONE}
+        passes_for(values.get("passes", ()), dict(values.get("pass_config", ())))
         return cls(**(values | {"cudagraph_capture_sizes": kept}))
-
-
-def _nearest(name: str, known: set[str]) -> str:
-    close = difflib.get_close_matches(str(name), sorted(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(known))}"
 
 
 def _from_env(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -161,9 +167,8 @@ def _from_env(environ: Mapping[str, str]) -> dict[str, Any]:
             continue
         name = variable.removeprefix(_ENV_PREFIX).lower()
         if name not in known:
-            raise ConfigError(
-                f"environment variable {variable} sets no option{_nearest(name, known)}"
-            )
+            hint = option_checks.nearest(name, known)
+            raise ConfigError(f"environment variable {variable} sets no option{hint}")
         values[name] = _parse(name, text, variable)
     return values
 
@@ -175,6 +180,8 @@ def _parse(name: str, text: str, variable: str) -> Any:
             return [int(part) for part in text.split(",")]
         if name == "splitting_ops":
             return text.split(",")
+        if name == "pass_config":
+            return dict(_parse_switch(part, variable) for part in text.split(","))
         if name in _INTEGERS or name == "level":
             return int(text)
         if name == "max_padding_factor":
@@ -183,9 +190,16 @@ def _parse(name: str, text: str, variable: str) -> Any:
         raise ConfigError(f"{variable}={text!r} is not a number, or numbers with commas") from None
     if _CHOICES.get(name) == (False, True):
         return _SWITCHES.get(text.lower(), text)
-    if name == "inductor_compile_config":
+    if name in ("inductor_compile_config", "passes"):
         raise ConfigError(f"{variable} cannot be set by environment; pass it in options=")
     return text
+
+
+def _parse_switch(text: str, variable: str) -> tuple[str, bool]:
+    name, _, state = text.partition("=")
+    if state.lower() not in _SWITCHES:
+        raise ConfigError(f"{variable} has {text!r}; write name=on or name=off, with commas")
+    return name, _SWITCHES[state.lower()]
 
 
 _SWITCHES = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
@@ -211,75 +225,19 @@ def _checked(name: str, value: Any) -> Any:
         least = _INTEGERS[name]
         if name in _MAY_BE_NONE and value is None:
             return None
-        if not _is_int(value) or value < least:
+        if not option_checks.is_int(value) or value < least:
             raise ConfigError(f"{name}={value!r}; give an integer of at least {least}")
         return value
     return _CHECKS[name](name, value)
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _capture_sizes(name: str, value: Any) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    sizes = list(value) if isinstance(value, list | tuple | set | range) else [value]
-    bad = [size for size in sizes if not _is_int(size) or size < 1]
-    if bad or not sizes:
-        raise ConfigError(f"{name}={value!r}: {bad or 'empty'}; give positive integers, [1, 2, 4]")
-    return tuple(sorted(set(sizes)))
-
-
-def _splitting_ops(name: str, value: Any) -> tuple[str, ...] | None:
-    if value is None:
-        return None
-    ops = [value] if isinstance(value, str) else value
-    if not isinstance(ops, list | tuple | set) or not all(isinstance(op, str) for op in ops):
-        raise ConfigError(f"{name}={value!r}; give a list of names such as 'mylib::attention'")
-    return tuple(ops)
-
-
-def _graph_mode(name: str, value: Any) -> CUDAGraphMode:
-    if isinstance(value, CUDAGraphMode):
-        return value
-    names = [mode.value for mode in CUDAGraphMode]
-    if not isinstance(value, str) or value.lower() not in names:
-        raise ConfigError(f"{name}={value!r}; use one of {names}")
-    return CUDAGraphMode(value.lower())
-
-
-def _mapping(name: str, value: Any) -> tuple[tuple[str, Any], ...]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{name}={value!r}; give a mapping of Inductor options")
-    if "triton.cudagraphs" in value:
-        raise ConfigError(f"{name} has 'triton.cudagraphs'; graphs are made by this backend")
-    known = set(_torch.inductor_options())
-    for option in value:
-        if option not in known:
-            close = difflib.get_close_matches(str(option), sorted(known), n=1)
-            hint = f"did you mean {close[0]!r}?" if close else "see torch._inductor.list_options()"
-            raise ConfigError(f"{name} has {option!r}, which is no Inductor option; {hint}")
-    return tuple(sorted(value.items()))
-
-
-def _factor(name: str, value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 1:
-        raise ConfigError(f"{name}={value!r}; give a number of at least 1")
-    return float(value)
-
-
-def _path(name: str, value: Any) -> Path | None:
-    if value is not None and not isinstance(value, str | os.PathLike):
-        raise ConfigError(f"{name}={value!r}; give a path, or None")
-    return Path(value) if value else None
-
-
 _CHECKS = {
-    "splitting_ops": _splitting_ops,
-    "inductor_compile_config": _mapping,
-    "cudagraph_mode": _graph_mode,
-    "cudagraph_capture_sizes": _capture_sizes,
-    "max_padding_factor": _factor,
-    "dump_dir": _path,
+    "splitting_ops": option_checks.splitting_ops,
+    "inductor_compile_config": option_checks.inductor_options,
+    "cudagraph_mode": option_checks.graph_mode,
+    "cudagraph_capture_sizes": option_checks.capture_sizes,
+    "max_padding_factor": option_checks.factor,
+    "dump_dir": option_checks.path,
+    "pass_config": option_checks.pass_config,
+    "passes": option_checks.passes,
 }

@@ -1,12 +1,14 @@
 """Write what the backend made, as files that a person can read and Python can import.
 
 In:  a split graph, and the sources of plans.
-Out: `<dump_dir>/graph_<n>/computation_graph.py`, `plan_*.py` and `transformed_code.py`.
+Out: `<dump_dir>/graph_<n>/computation_graph.py`, `plan_*.py`, `transformed_code.py`, and
+     `passes/<piece>/<nn>_<pass>.py`.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType
 
@@ -42,10 +44,21 @@ class GraphDump:
         if self.directory is not None:
             self._write(name, _HEADER + source)
 
+    def pass_writer(self, name: str) -> Callable[[str, str], None] | None:
+        """Who writes what passes do to the graph of this name; another folder in each call."""
+        if self.directory is None:
+            return None
+        taken = itertools.count(2)
+        folder = f"passes/{name}"
+        while (self.directory / folder).exists():
+            folder = f"passes/{name}_version_{next(taken)}"
+        return lambda file, text: self._write(f"{folder}/{file}", text)
+
     def _write(self, name: str, text: str) -> None:
         assert self.directory is not None
-        self.directory.mkdir(parents=True, exist_ok=True)
-        (self.directory / name).write_text(text)
+        path = self.directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
 
 
 def _unused(directory: Path) -> Path:

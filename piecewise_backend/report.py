@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from piecewise_backend.passes import PassRecord
 from piecewise_backend.render import piece_table
 from piecewise_backend.runtime import Runtime
 from piecewise_backend.session import Session, WarmupState
@@ -36,6 +37,9 @@ class GraphReport:
     """Calls served without, by reason."""
     conditions: tuple[str, ...]
     """What compiled versions assumed about sizes."""
+    passes: Mapping[str, tuple[PassRecord, ...]]
+    """What passes did, by the graph that they ran over: "the whole graph", "piece 0", ... Several
+    versions of a piece are added up."""
     padding_unsafe: Mapping[int, str]
     """Sizes at which padding changes real rows, with what was observed."""
     capture_errors: Mapping[int, str]
@@ -54,6 +58,7 @@ class GraphReport:
             lines.append(f"captured as whole steps: {', '.join(map(str, self.captured_steps))}")
         lines.append(f"steps from graphs: {self.num_replays}")
         lines += [f"steps without, {reason}: {n}" for reason, n in self.fallbacks.items()]
+        lines += [f"{r} ({where})" for where, records in self.passes.items() for r in records]
         lines += [f"assumed about sizes: {condition}" for condition in self.conditions]
         lines += [f"unsafe padding at {size}: {what}" for size, what in self.padding_unsafe.items()]
         lines += [f"capture failed at {size}: {what}" for size, what in self.capture_errors.items()]
@@ -97,6 +102,7 @@ def _report_runtime(runtime: Runtime) -> GraphReport:
         num_replays=runtime.statistics.num_replays,
         fallbacks={r.value: n for r, n in runtime.statistics.fallbacks.items()},
         conditions=tuple(sorted(conditions)),
+        passes=graph.pass_records(),
         padding_unsafe={
             size: captured.padding_fault
             for size, captured in runtime.captures.sizes.items()

@@ -8,6 +8,7 @@ import torch
 from torch._inductor.utils import fresh_cache
 
 from piecewise_backend import registry
+from piecewise_backend.passes import order
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -20,14 +21,16 @@ def _cheap_collections() -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_carried_over() -> Iterator[None]:
-    """No code of an earlier test, and the splitting ops that were registered before."""
+    """No code of an earlier test, and the splitting ops and passes that were registered before."""
     torch._dynamo.reset()
     registered = dict(registry._registered)
+    passes = list(order._ordered)
     try:
         yield
     finally:
         registry._registered.clear()
         registry._registered.update(registered)
+        order._ordered[:] = passes
 
 
 @pytest.fixture

@@ -1,0 +1,108 @@
+"""What each option may be, and the form it is kept in.
+
+In:  the name of an option and a value that a user gave.
+Out: the value as `Config` keeps it, or a ConfigError that names it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from piecewise_backend import _torch
+from piecewise_backend.batch import CUDAGraphMode
+from piecewise_backend.errors import ConfigError
+from piecewise_backend.passes import Pass, as_pass
+
+
+def nearest(name: str, known: set[str]) -> str:
+    """What to tell a user who wrote `name` where one of `known` belongs."""
+    close = difflib.get_close_matches(str(name), sorted(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(known))}"
+
+
+def is_int(value: object) -> bool:
+    """An integer, and not a truth value."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def capture_sizes(name: str, value: Any) -> tuple[int, ...] | None:
+    """Ascending positive integers."""
+    if value is None:
+        return None
+    sizes = list(value) if isinstance(value, list | tuple | set | range) else [value]
+    bad = [size for size in sizes if not is_int(size) or size < 1]
+    if bad or not sizes:
+        raise ConfigError(f"{name}={value!r}: {bad or 'empty'}; give positive integers, [1, 2, 4]")
+    return tuple(sorted(set(sizes)))
+
+
+def splitting_ops(name: str, value: Any) -> tuple[str, ...] | None:
+    """Names of ops; whether they exist is found out later."""
+    if value is None:
+        return None
+    ops = [value] if isinstance(value, str) else value
+    if not isinstance(ops, list | tuple | set) or not all(isinstance(op, str) for op in ops):
+        raise ConfigError(f"{name}={value!r}; give a list of names such as 'mylib::attention'")
+    return tuple(ops)
+
+
+def graph_mode(name: str, value: Any) -> CUDAGraphMode:
+    """A mode, or its name."""
+    if isinstance(value, CUDAGraphMode):
+        return value
+    names = [mode.value for mode in CUDAGraphMode]
+    if not isinstance(value, str) or value.lower() not in names:
+        raise ConfigError(f"{name}={value!r}; use one of {names}")
+    return CUDAGraphMode(value.lower())
+
+
+def inductor_options(name: str, value: Any) -> tuple[tuple[str, Any], ...]:
+    """Options that Inductor knows and that are not ours to set."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name}={value!r}; give a mapping of Inductor options")
+    if "triton.cudagraphs" in value:
+        raise ConfigError(f"{name} has 'triton.cudagraphs'; graphs are made by this backend")
+    if "post_grad_custom_post_pass" in value:
+        raise ConfigError(
+            f"{name} has 'post_grad_custom_post_pass'; register it with pw.register_pass, or give "
+            "it in passes=[...]: it runs in that place, with a name"
+        )
+    known = set(_torch.inductor_options())
+    for option in value:
+        if option not in known:
+            close = difflib.get_close_matches(str(option), sorted(known), n=1)
+            hint = f"did you mean {close[0]!r}?" if close else "see torch._inductor.list_options()"
+            raise ConfigError(f"{name} has {option!r}, which is no Inductor option; {hint}")
+    return tuple(sorted(value.items()))
+
+
+def factor(name: str, value: Any) -> float:
+    """A number of at least 1."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 1:
+        raise ConfigError(f"{name}={value!r}; give a number of at least 1")
+    return float(value)
+
+
+def path(name: str, value: Any) -> Path | None:
+    """A path, or None."""
+    if value is not None and not isinstance(value, str | os.PathLike):
+        raise ConfigError(f"{name}={value!r}; give a path, or None")
+    return Path(value) if value else None
+
+
+def pass_config(name: str, value: Any) -> tuple[tuple[str, bool], ...]:
+    """Which passes run."""
+    if not isinstance(value, Mapping) or not all(isinstance(v, bool) for v in value.values()):
+        raise ConfigError(f"{name}={value!r}; give a mapping such as {{'eliminate_noops': False}}")
+    return tuple(sorted(value.items()))
+
+
+def passes(name: str, value: Any) -> tuple[Pass, ...]:
+    """Passes of one model."""
+    if not isinstance(value, list | tuple):
+        raise ConfigError(f"{name}={value!r}; give a list of passes, see pw.register_pass")
+    return tuple(as_pass(item) for item in value)
