@@ -11,7 +11,8 @@ views, for several written arguments, slices and returned values alike; nothing 
 rebuilt here. But before our passes it has moved every node next to its first reader
 (`reorder_for_locality`), behind the write as well: `y = x * 2; op_(x); return y + x` reads the
 old `x` last, and is given a copy. The program read before it wrote, so a read can be put back in
-front of the write whenever it does not depend on it.
+front of the write whenever it does not depend on it. That what is read there is also computed
+there is seen to by `_torch.compile_with_inductor`; Inductor by itself gets it wrong.
 
 What is read early is kept until it is used. For an input of the graph that is always worth it: a
 copy would be made and copied back, which for a cache is all of it. For other tensors it is worth

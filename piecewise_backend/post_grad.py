@@ -35,8 +35,7 @@ class PostGrad:
 
     def patches(self) -> dict[str, object]:
         """The Inductor options that make it run the passes."""
-        if not self._passes.passes:
-            return {}
+        # Without passes too: the key keeps what was compiled here (see `_torch.inductor`) apart.
         key = self._passes.key() + (uuid.uuid4().hex if self._write else "")
         return {"post_grad_custom_post_pass": _torch.GraphPass(self._run, key)}
 

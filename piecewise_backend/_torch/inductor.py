@@ -11,7 +11,10 @@ import torch
 import torch._inductor.compile_fx  # the compiler itself: seconds that belong to an import
 from torch import fx
 from torch._guards import TracingContext, tracing
+from torch._inductor import ir
+from torch._inductor.virtualized import V
 from torch._subclasses import fake_impls
+from torch.utils import _pytree as pytree
 
 from piecewise_backend._torch.symbols import SizeEnv, one_trace_for_all_sizes
 
@@ -40,6 +43,39 @@ def _views_for_every_size() -> Iterator[None]:
         fake_impls._compute_stride = original
 
 
+@contextlib.contextmanager
+def _reads_before_writes() -> Iterator[None]:
+    """What the program read from a tensor before an op wrote it is computed before the op.
+
+    Inductor computes element-wise nodes when somebody needs them. It means to compute those that
+    read a buffer before an op writes the buffer, but enters the op first and them behind it, so
+    that they read what was written: wrong numbers for `y = out * 2; op_(y, out); return y + out`.
+    Ends when `torch._inductor.ir.FallbackKernel` marks what it writes before it is registered.
+    """
+    original = ir.FallbackKernel.create
+
+    def create(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        schema = getattr(kernel, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            for value in _written(schema, args, kwargs):
+                value.realize()
+                V.graph.mark_buffer_mutated(value.get_name())
+        return original(kernel, *args, **kwargs)
+
+    ir.FallbackKernel.create = create  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ir.FallbackKernel.create = original  # type: ignore[method-assign]
+
+
+def _written(schema: torch.FunctionSchema, args: Sequence[Any], kwargs: Any) -> list[ir.TensorBox]:
+    """The tensors among the arguments of a call that it writes."""
+    given = {a.name: value for a, value in zip(schema.arguments, args, strict=False)} | kwargs
+    written = [given.get(a.name) for a in schema.arguments if a.is_write]
+    return [leaf for leaf in pytree.tree_leaves(written) if isinstance(leaf, ir.TensorBox)]
+
+
 def compile_with_inductor(
     module: fx.GraphModule,
     inputs: Sequence[Any],
@@ -55,6 +91,7 @@ def compile_with_inductor(
         _compiling,
         one_trace_for_all_sizes(),
         _views_for_every_size(),
+        _reads_before_writes(),
         tracing(TracingContext(env.fake_mode)),
     ):
         return torch._inductor.standalone_compile(
