@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,14 +47,22 @@ def piece_rewriter(
     names = positional_parameters(pattern)
     matcher = pattern_matcher.PatternMatcherPass()
 
+    numbers: dict[str, Any] = {}
+
+    # The matcher traces the pattern anew for what it has found, and then asks whether to go on.
+    @functools.wraps(pattern)
+    def remembering(*args: Any) -> Any:
+        numbers.update((n, arg) for n, arg in zip(names, args, strict=True) if n in scalars)
+        return pattern(*args)
+
     def accepts(match: Any) -> bool:
-        found = {name: fx.map_arg(match.kwargs[name], value_of) for name in names}
-        return requires is None or bool(requires(**found))
+        tensors = {n: fx.map_arg(match.kwargs[n], value_of) for n in names if n not in scalars}
+        return requires is None or bool(requires(**tensors, **numbers))
 
     with torch.no_grad(), torch._guards.tracing(None), unset_fake_temporarily(), FakeTensorMode():
         given = iter(example_inputs())
         pattern_matcher.register_replacement(
-            pattern,
+            remembering,
             replacement,
             [next(given) for name in names if name not in scalars],
             pattern_matcher.fwd_only,
