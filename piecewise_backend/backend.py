@@ -20,6 +20,7 @@ from piecewise_backend.config import Config
 from piecewise_backend.counters import CompilationCounter, compilation_counter
 from piecewise_backend.dump import GraphDump
 from piecewise_backend.errors import ConfigError, ContractError
+from piecewise_backend.graphs import collector_paused
 from piecewise_backend.past_dynamo import send_past_dynamo
 from piecewise_backend.registry import SplitOps
 from piecewise_backend.runtime import Runtime
@@ -64,7 +65,9 @@ def piecewise(
         num_piecewise_capturable_graphs_seen=len(split.pieces),
     )
     dump = GraphDump(config.dump_dir)
-    compiled = compile_graph(split, example_inputs, _make_compiler(config, counters))
+    # Compiling makes objects by the million, and few cycles that are worth looking for.
+    with collector_paused(collects_first=False):
+        compiled = compile_graph(split, example_inputs, _make_compiler(config, counters))
     dump.write_graph(split, compiled.instances)
     log.info(
         "graph of %d steps: %d pieces, %d distinct",

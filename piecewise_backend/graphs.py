@@ -267,10 +267,14 @@ _was_enabled = False
 
 
 @contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
+def collector_paused(*, collects_first: bool = True) -> Iterator[None]:
     """No garbage collection inside: one per size cost most of the 15 s that 1,683 captures took
     (benchmarks/results/capture_cost.json), and one may free CUDA objects in the middle of a
-    capture. The last of all threads to leave turns it on again, if it was on."""
+    capture. The last of all threads to leave turns it on again, if it was on.
+
+    Args:
+        collects_first: nothing that is garbage now is to be freed inside, either.
+    """
     global _pauses, _was_enabled
     with _pausing:
         if _pauses == 0:
@@ -279,7 +283,7 @@ def collector_paused() -> Iterator[None]:
         _pauses += 1
         gc.disable()
     try:
-        if is_first:
+        if is_first and collects_first:
             gc.collect()
         yield
     finally:
