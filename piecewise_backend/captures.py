@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from piecewise_backend.buffers import Arena
 from piecewise_backend.capture import capture_size
 from piecewise_backend.capture_request import CapturedSize, CaptureRequest
 from piecewise_backend.capture_step import capture_step
+from piecewise_backend.captured_sizes import CapturedSizes
 from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.compiler import Call
 from piecewise_backend.config import Config
@@ -30,7 +31,6 @@ from piecewise_backend.graphs import GraphPool, collector_paused, one_capture
 from piecewise_backend.pools import TrialPool, pool_maker
 from piecewise_backend.sizes import Sizes
 from piecewise_backend.static_inputs import StaticInputs
-from piecewise_backend.statistics import Tally
 
 OF_ANOTHER_INSTANCE = (
     "the call is of another instance of the model, or of one whose weights or caches were replaced"
@@ -38,7 +38,7 @@ OF_ANOTHER_INSTANCE = (
 """Why captures that exist do not serve a call of a sealed model."""
 
 
-class Captures:
+class Captures(CapturedSizes):
     """Captures sizes on demand into one pool, over one set of static buffers.
 
     They belong to the parameters that they read in place: to one instance of a model. When all
@@ -57,17 +57,7 @@ class Captures:
         self.graph = graph
         self.config = config
         self.mode = mode
-        self.sizes: dict[int, CapturedSize] = {}
-        """Captured piece by piece."""
-        self.steps: dict[tuple[int, int], CapturedSize] = {}
-        """Captured as whole steps, by size and number of adapters."""
-        self.prepared: dict[Any, tuple[Callable[..., Any], tuple[Any, ...], Tally]] = {}
-        """By symbol values, and facts if some are stated: a plan, the views that it needs for
-        them, and where its replays are counted."""
-        self.failed: dict[int, str] = {}
-        """Sizes whose capture failed, with the error; tried again after the next warm-up."""
-        self.failed_steps: dict[tuple[int, int], str] = {}
-        """The same of whole steps."""
+        super().__init__()
         self.hits: dict[int, int] = {}
         """Calls at each size before its capture."""
         self.seconds = 0.0
@@ -152,38 +142,11 @@ class Captures:
         self.prepared.clear()  # there may be better graphs for a batch now
         self.seconds += time.perf_counter() - started
 
-    def find(self, mode: CUDAGraphMode, size: int, num_active_loras: int) -> CapturedSize | None:
-        """What was captured in a mode at a size."""
-        if mode is CUDAGraphMode.FULL:
-            return self.steps.get((size, num_active_loras))
-        return self.sizes.get(size)
-
-    def error_of(self, mode: CUDAGraphMode, size: int, num_active_loras: int) -> str | None:
-        """Why there is no such capture, if it failed."""
-        if mode is CUDAGraphMode.FULL:
-            return self.failed_steps.get((size, num_active_loras))
-        return self.failed.get(size)
-
     def has(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> bool:
         """It is captured, or is known not to be possible."""
         size = descriptor.num_tokens if self.graph.token_dim.tokens else 0
         key = (mode, size, descriptor.num_active_loras)
         return self.find(*key) is not None or bool(self.error_of(*key))
-
-    def disable(
-        self, mode: CUDAGraphMode, size: int, num_active_loras: int, fault: str, is_padded: bool
-    ) -> None:
-        """Serve nothing from a capture any more; or, if padding is the fault, nothing padded."""
-        captures: dict[Any, CapturedSize] = self.sizes
-        failed: dict[Any, str] = self.failed
-        key: Any = size
-        if mode is CUDAGraphMode.FULL:
-            captures, failed, key = self.steps, self.failed_steps, (size, num_active_loras)
-        if is_padded:
-            captures[key] = dataclasses.replace(captures[key], padding_fault=fault)
-        else:
-            del captures[key]
-            failed[key] = fault
 
     def buffers(self, padded: Sizes, sizes: Sizes) -> dict[str, torch.Tensor]:
         """What graphs read the copied arguments from: the rows of a batch, by argument."""
@@ -219,11 +182,7 @@ class Captures:
 
     def drop(self) -> None:
         """Give up all graphs and their memory."""
-        self.sizes.clear()
-        self.steps.clear()
-        self.prepared.clear()
-        self.failed.clear()
-        self.failed_steps.clear()
+        self.clear()
         self.hits.clear()
         self._static_inputs = None
         self._arena = Arena(self.graph.device)

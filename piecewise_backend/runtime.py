@@ -13,8 +13,6 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from piecewise_backend import _torch
 from piecewise_backend.assumptions import Assumptions, refuse_assignments
 from piecewise_backend.batch import CUDAGraphMode, FallbackReason
@@ -272,19 +270,6 @@ class Runtime:
             refuse_assignments(rewritten)
         self.rewritten = rewritten
         self._without_graphs.assumptions = Assumptions(self.graph.token_dim, rewritten)
-
-    def static_inputs(self, num_tokens: int) -> dict[str, torch.Tensor]:
-        """The buffers that graphs for so many tokens read; empty if there are no such graphs."""
-        token_dim = self.graph.token_dim
-        sizes = token_dim.padded((0,) * len(token_dim.symbols), num_tokens)
-        decision = self.dispatcher.decide(sizes, current.get())
-        if isinstance(decision, FallbackReason):
-            return {}
-        for target in decision:
-            if self.captures.find(target.mode, target.size, target.num_active_loras):
-                with _torch.ordinary_tensors():
-                    return self.captures.buffers(token_dim.padded(sizes, target.size), sizes)
-        return {}
 
     def seal(self) -> None:
         """Compile nothing any more: a violated assumption runs a piece as traced."""

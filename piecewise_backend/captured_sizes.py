@@ -1,0 +1,68 @@
+"""What of one graph was captured, and what could not be: by mode and size.
+
+In:  `CapturedSize`s, and errors.
+Out: what serves a batch of one size in one mode, or why nothing does.
+Knows nothing of how sizes are captured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from piecewise_backend.batch import CUDAGraphMode
+from piecewise_backend.capture_request import CapturedSize
+from piecewise_backend.statistics import Tally
+
+
+class CapturedSizes:
+    """Captures of pieces and of whole steps."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, CapturedSize] = {}
+        """Captured piece by piece."""
+        self.steps: dict[tuple[int, int], CapturedSize] = {}
+        """Captured as whole steps, by size and number of adapters."""
+        self.prepared: dict[Any, tuple[Callable[..., Any], tuple[Any, ...], Tally]] = {}
+        """By symbol values, and facts if some are stated: a plan, the views that it needs for
+        them, and where its replays are counted."""
+        self.failed: dict[int, str] = {}
+        """Sizes whose capture failed, with the error; tried again after the next warm-up."""
+        self.failed_steps: dict[tuple[int, int], str] = {}
+        """The same of whole steps."""
+
+    def find(self, mode: CUDAGraphMode, size: int, num_active_loras: int) -> CapturedSize | None:
+        """What was captured in a mode at a size."""
+        if mode is CUDAGraphMode.FULL:
+            return self.steps.get((size, num_active_loras))
+        return self.sizes.get(size)
+
+    def error_of(self, mode: CUDAGraphMode, size: int, num_active_loras: int) -> str | None:
+        """Why there is no such capture, if it failed."""
+        if mode is CUDAGraphMode.FULL:
+            return self.failed_steps.get((size, num_active_loras))
+        return self.failed.get(size)
+
+    def disable(
+        self, mode: CUDAGraphMode, size: int, num_active_loras: int, fault: str, is_padded: bool
+    ) -> None:
+        """Serve nothing from a capture any more; or, if padding is the fault, nothing padded."""
+        captures: dict[Any, CapturedSize] = self.sizes
+        failed: dict[Any, str] = self.failed
+        key: Any = size
+        if mode is CUDAGraphMode.FULL:
+            captures, failed, key = self.steps, self.failed_steps, (size, num_active_loras)
+        if is_padded:
+            captures[key] = dataclasses.replace(captures[key], padding_fault=fault)
+        else:
+            del captures[key]
+            failed[key] = fault
+
+    def clear(self) -> None:
+        """Nothing is captured, and nothing has failed."""
+        self.sizes.clear()
+        self.steps.clear()
+        self.prepared.clear()
+        self.failed.clear()
+        self.failed_steps.clear()

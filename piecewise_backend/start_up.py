@@ -1,0 +1,123 @@
+"""Run a model ahead of time: trace it, capture its sizes, compare graphs with the step without.
+
+In:  what users hold, and `make_inputs`.
+Out: sessions whose runtimes have captures.
+Knows nothing of how a call is served.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from piecewise_backend import _torch
+from piecewise_backend.batch import BatchDescriptor, CUDAGraphMode
+from piecewise_backend.current_batch import stated
+from piecewise_backend.errors import ContractError
+from piecewise_backend.handles import scope_of, session_of
+from piecewise_backend.session import Session, WarmupState
+
+MakeInputs = Callable[[BatchDescriptor], Any]
+
+
+def trace(compiled: Callable[..., Any], make_inputs: MakeInputs, sizes: list[int]) -> Session:
+    """Run the model once at the largest size, so that one trace serves every size."""
+    own, serving = Session.of(scope_of(compiled)), session_of(compiled)
+    own.unseal()
+    serving.unseal()
+    args, kwargs = _inputs(make_inputs, BatchDescriptor(num_tokens=sizes[0]))
+    other = sizes[1] if len(sizes) > 1 else (sizes[0] - 1 or 2)
+    _mark_varying(
+        _tensors(args, kwargs), _tensors(*_inputs(make_inputs, BatchDescriptor(num_tokens=other)))
+    )
+    with own.phase(tracing=True), serving.phase(tracing=True), _torch.one_trace_for_all_sizes():
+        compiled(*args, **kwargs)
+    session = session_of(compiled)
+    if not session.runtimes:
+        raise ContractError(
+            f"a call of {type(compiled).__name__} did not reach the piecewise backend; compile "
+            "with backend='piecewise', and see that torch.compile is not switched off"
+        )
+    session.state = WarmupState.EAGER_WARMED
+    return session
+
+
+def capture_all(
+    compiled: Callable[..., Any], make_inputs: MakeInputs, session: Session, mode: CUDAGraphMode
+) -> None:
+    """Run the model at every size that is wanted in a mode, so that it is captured."""
+    wanted = session.wanted(mode)
+    # A second round finds something to do only if module state moved between two sizes.
+    run_all(compiled, make_inputs, wanted)
+    run_all(compiled, make_inputs, [d for d in wanted if not session.has_captured(mode, d)])
+
+
+@contextlib.contextmanager
+def nothing_unverified(session: Session) -> Iterator[None]:
+    """An error in the middle of comparing leaves no graph that was not compared."""
+    try:
+        yield
+    except BaseException:
+        session.drop_captures()
+        raise
+
+
+def run_all(
+    compiled: Callable[..., Any], make_inputs: MakeInputs, batches: list[BatchDescriptor]
+) -> None:
+    """Call the model once with each batch."""
+    for descriptor in batches:
+        args, kwargs = _inputs(make_inputs, descriptor)
+        with stated(descriptor):
+            compiled(*args, **kwargs)
+
+
+def _inputs(
+    make_inputs: MakeInputs, descriptor: BatchDescriptor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    made = make_inputs(descriptor)
+    if isinstance(made, torch.Tensor):
+        return (made,), {}
+    is_pair = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], dict)
+    if is_pair and isinstance(made[0], tuple | list):
+        return tuple(made[0]), dict(made[1])
+    if not isinstance(made, tuple | list):
+        raise ContractError(
+            f"make_inputs returned {type(made).__name__}; return a tuple of arguments, "
+            "or (args, kwargs)"
+        )
+    return tuple(made), {}
+
+
+def _tensors(args: Iterable[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            found += _tensors([getattr(leaf, f.name) for f in dataclasses.fields(leaf)], {})
+    return found
+
+
+def _mark_varying(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+    """Tell Dynamo which dimensions differ between two sizes, so that it traces once."""
+    ranks, other_ranks = ([tensor.dim() for tensor in each] for each in (tensors, others))
+    if ranks != other_ranks:
+        raise ContractError(
+            f"make_inputs returned tensors of rank {ranks} for one size and {other_ranks} for "
+            "another; return the same arguments for every size"
+        )
+    if tensors and all(a.shape == b.shape for a, b in zip(tensors, others, strict=True)):
+        raise ContractError(
+            f"make_inputs returned the same shapes, {[tuple(t.shape) for t in tensors]}, for two "
+            "sizes; return descriptor.num_tokens tokens"
+        )
+    for tensor, other in zip(tensors, others, strict=True):
+        for dim, (size, other_size) in enumerate(zip(tensor.shape, other.shape, strict=True)):
+            if size != other_size:
+                torch._dynamo.maybe_mark_dynamic(tensor, dim)
