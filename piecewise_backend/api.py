@@ -5,6 +5,7 @@ In:  what `torch.compile(..., backend="piecewise")` or `module.compile(...)` ret
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from piecewise_backend import _torch
 from piecewise_backend.batch import CUDAGraphMode, FallbackReason
 from piecewise_backend.config import Config
+from piecewise_backend.costs import cost_table
 from piecewise_backend.current_batch import current
 from piecewise_backend.errors import ContractError
 from piecewise_backend.graphs import collector_paused
@@ -29,6 +31,8 @@ from piecewise_backend.start_up import (
     run_all,
     trace,
 )
+
+log = logging.getLogger(__name__)
 
 
 def warmup(
@@ -73,8 +77,10 @@ def warmup(
             capture_all(compiled, make_inputs, session, mode)
         if verify:
             with session.phase(capturing=mode, verifying=True), nothing_unverified(session):
-                run_all(compiled, make_inputs, session.trials(mode))
+                run_all(compiled, make_inputs, session.trials(mode), f"comparing {mode.value}")
     session.state = WarmupState.GRAPH_CAPTURED
+    costs = [cost for runtime in session.runtimes for cost in runtime.captures.costs.values()]
+    log.info("captures:\n%s", cost_table(costs))
     for each in (Session.of(scope), session):
         each.make_inputs = make_inputs
     if seal:

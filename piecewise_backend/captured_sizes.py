@@ -13,7 +13,11 @@ from typing import Any
 
 from piecewise_backend.batch import CUDAGraphMode
 from piecewise_backend.capture_request import CapturedSize
+from piecewise_backend.costs import CaptureCost
 from piecewise_backend.statistics import Tally
+
+Key = tuple[CUDAGraphMode, int, int]
+"""A mode, a capture size, and a number of active adapters."""
 
 
 class CapturedSizes:
@@ -31,6 +35,25 @@ class CapturedSizes:
         """Sizes whose capture failed, with the error; tried again after the next warm-up."""
         self.failed_steps: dict[tuple[int, int], str] = {}
         """The same of whole steps."""
+        self.costs: dict[Key, CaptureCost] = {}
+        """What each capture that is kept took, in the order of the captures."""
+
+    def keep(self, captured: CapturedSize, cost: CaptureCost) -> None:
+        """Add a capture."""
+        mode, size, num_active_loras = cost.mode, cost.size, cost.num_active_loras
+        if mode is CUDAGraphMode.FULL:
+            self.steps[size, num_active_loras] = captured
+        else:
+            self.sizes[size] = captured
+        self.costs[mode, size, num_active_loras] = cost
+        self.prepared.clear()  # there may be better graphs for a batch now
+
+    def fail(self, mode: CUDAGraphMode, size: int, num_active_loras: int, error: str) -> None:
+        """Remember why there is no capture."""
+        if mode is CUDAGraphMode.FULL:
+            self.failed_steps[size, num_active_loras] = error
+        else:
+            self.failed[size] = error
 
     def find(self, mode: CUDAGraphMode, size: int, num_active_loras: int) -> CapturedSize | None:
         """What was captured in a mode at a size."""
@@ -49,15 +72,20 @@ class CapturedSizes:
     ) -> None:
         """Serve nothing from a capture any more; or, if padding is the fault, nothing padded."""
         captures: dict[Any, CapturedSize] = self.sizes
-        failed: dict[Any, str] = self.failed
         key: Any = size
         if mode is CUDAGraphMode.FULL:
-            captures, failed, key = self.steps, self.failed_steps, (size, num_active_loras)
+            captures, key = self.steps, (size, num_active_loras)
         if is_padded:
             captures[key] = dataclasses.replace(captures[key], padding_fault=fault)
-        else:
-            del captures[key]
-            failed[key] = fault
+            return
+        del captures[key], self.costs[mode, size, num_active_loras]
+        self.fail(mode, size, num_active_loras, fault)
+
+    def clear_steps(self) -> None:
+        """No whole step is captured."""
+        self.steps.clear()
+        self.prepared.clear()
+        self.costs = {key: c for key, c in self.costs.items() if c.mode is not CUDAGraphMode.FULL}
 
     def clear(self) -> None:
         """Nothing is captured, and nothing has failed."""
@@ -66,3 +94,4 @@ class CapturedSizes:
         self.prepared.clear()
         self.failed.clear()
         self.failed_steps.clear()
+        self.costs.clear()

@@ -7,11 +7,10 @@ Knows nothing of dispatch.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +21,14 @@ from piecewise_backend.buffers import Arena
 from piecewise_backend.capture import capture_size
 from piecewise_backend.capture_request import CapturedSize, CaptureRequest
 from piecewise_backend.capture_step import capture_step
-from piecewise_backend.captured_sizes import CapturedSizes
+from piecewise_backend.captured_sizes import CapturedSizes, Key
 from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.compiler import Call
 from piecewise_backend.config import Config
+from piecewise_backend.costs import CaptureCost, MemoryUse
 from piecewise_backend.errors import CaptureError
 from piecewise_backend.graphs import GraphPool, collector_paused, one_capture
-from piecewise_backend.pools import TrialPool, pool_maker
+from piecewise_backend.pools import TrialPool, meter_of, pool_maker
 from piecewise_backend.sizes import Sizes
 from piecewise_backend.static_inputs import StaticInputs
 
@@ -65,6 +65,7 @@ class Captures(CapturedSizes):
         self._largest = largest
         self._has_steps = CUDAGraphMode.FULL in (mode.for_decode, mode.for_mixed)
         self._make_pool = pool_maker(graph.device, config)
+        self._meter = meter_of(graph.device, config)
         # Made with the first capture: this object may be made, and cleared, while the collector
         # runs in the middle of a capture of somebody else's.
         self._pool: GraphPool | None = None
@@ -88,14 +89,11 @@ class Captures(CapturedSizes):
         Raises:
             CaptureError: a piece cannot be recorded; the size is noted as failed, others stay.
         """
-        with self._timed(args):
-            try:
-                captured = capture_size(self._request(size, args, sizes, table))
-            except CaptureError as error:
-                self.failed[size] = str(error)
-                raise
-        self.sizes[size] = captured
-        return captured
+        return self._keep(
+            (CUDAGraphMode.PIECEWISE, size, 0),
+            args,
+            lambda: capture_size(self._request(size, args, sizes, table)),
+        )
 
     def capture_step(
         self, descriptor: BatchDescriptor, args: Sequence[Any], sizes: Sizes, table: PaddingTable
@@ -110,20 +108,40 @@ class Captures(CapturedSizes):
             CaptureError: it cannot be recorded; it is noted as failed, others stay.
         """
         size = descriptor.num_tokens if self.graph.token_dim.tokens else 0
-        key = (size, descriptor.num_active_loras)
-        with self._timed(args):
+
+        def run() -> CapturedSize:
+            if (pieces := self.sizes.get(size)) is not None:
+                fault = pieces.padding_fault
+            else:
+                fault = self._padding_fault(self._request(size, args, sizes, table))
+            whole = self._request(size, args, sizes, table, self.graph.as_whole_step())
+            return capture_step(whole, descriptor, fault)
+
+        return self._keep((CUDAGraphMode.FULL, size, descriptor.num_active_loras), args, run)
+
+    def _keep(
+        self, key: Key, args: Sequence[Any], capture: Callable[[], CapturedSize]
+    ) -> CapturedSize:
+        """Capture, measure what it takes, and keep it, or the error."""
+        if self.bound.moved(args):
+            self.forget(args)
+        with one_capture, collector_paused():
+            before = self._memory_use()
+            started = time.perf_counter()
             try:
-                if (pieces := self.sizes.get(size)) is not None:
-                    fault = pieces.padding_fault
-                else:
-                    fault = self._padding_fault(self._request(size, args, sizes, table))
-                whole = self._request(size, args, sizes, table, self.graph.as_whole_step())
-                captured = capture_step(whole, descriptor, fault)
+                captured = capture()
             except CaptureError as error:
-                self.failed_steps[key] = str(error)
+                self.fail(*key, str(error))
                 raise
-        self.steps[key] = captured
+            seconds = time.perf_counter() - started
+            growth = self._memory_use() - before
+        self.seconds += seconds
+        self.keep(captured, CaptureCost(*key, captured.num_graphs, seconds, growth))
         return captured
+
+    def _memory_use(self) -> MemoryUse:
+        pool_bytes = self._pool.num_arena_bytes if self._pool is not None else 0
+        return self._meter(self._arena.num_bytes + pool_bytes)
 
     def _padding_fault(self, request: CaptureRequest) -> str | None:
         """Padding is tried piece by piece: at the capture of pieces, or on imitated graphs."""
@@ -131,16 +149,6 @@ class Captures(CapturedSizes):
             return None
         trial = dataclasses.replace(request, pool=TrialPool(self.graph.device, request.pool))
         return capture_size(trial).padding_fault
-
-    @contextlib.contextmanager
-    def _timed(self, args: Sequence[Any]) -> Iterator[None]:
-        started = time.perf_counter()
-        if self.bound.moved(args):
-            self.forget(args)
-        with one_capture, collector_paused():
-            yield
-        self.prepared.clear()  # there may be better graphs for a batch now
-        self.seconds += time.perf_counter() - started
 
     def has(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> bool:
         """It is captured, or is known not to be possible."""
@@ -169,8 +177,7 @@ class Captures(CapturedSizes):
         moved = self.bound.moved(args)
         self.bound.note_moves(moved)
         if self.sizes and self.bound.by_pieces.isdisjoint(moved):
-            self.steps.clear()
-            self.prepared.clear()
+            self.clear_steps()
             self._bind(args, self.bound.positions)
             return
         self.drop()
@@ -198,8 +205,7 @@ class Captures(CapturedSizes):
             if captures.bound.by_pieces:
                 captures.drop()
             else:  # pieces read nothing in place
-                captures.steps.clear()
-                captures.prepared.clear()
+                captures.clear_steps()
 
         self.bound.bind(args, positions, on_death)
 

@@ -55,6 +55,11 @@ class CapturedGraph:
 class GraphPool(Protocol):
     """Captures graphs that share one memory pool and one stream."""
 
+    @property
+    def num_arena_bytes(self) -> int:
+        """Bytes that it holds in an arena of its own; 0 if all is the allocator's."""
+        ...
+
     def capture(self, function: Callable[..., Outputs], inputs: Sequence[Any]) -> CapturedGraph:
         """Record `function(*inputs)`; the outputs are undefined until the first replay.
 
@@ -122,6 +127,8 @@ _NUM_STREAMS = 32  # that torch hands out in turns
 class CudaGraphPool:
     """CUDA graphs on one device, in one pool, recorded on one stream of their own."""
 
+    num_arena_bytes = 0
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.pool = torch.cuda.graph_pool_handle()
@@ -185,6 +192,10 @@ class EmulatedGraphPool:
 
     def __init__(self, device: torch.device) -> None:
         self._arena = Arena(device)
+
+    @property
+    def num_arena_bytes(self) -> int:
+        return self._arena.num_bytes
 
     @contextlib.contextmanager
     def side_stream(self) -> Iterator[None]:

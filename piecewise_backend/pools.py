@@ -1,7 +1,7 @@
 """Which graph implementation serves a device.
 
 In:  a device and options.
-Out: what makes a `GraphPool`; and a pool for trials.
+Out: what makes a `GraphPool`, what measures the memory of graphs; and a pool for trials.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from piecewise_backend.config import Config
+from piecewise_backend.costs import Meter, of_arenas, of_device
 from piecewise_backend.graphs import CudaGraphPool, EmulatedGraphPool, GraphPool
 
 
@@ -33,3 +34,9 @@ def pool_maker(device: torch.device, config: Config) -> Callable[[torch.device],
     if config.graph_impl == "emulated":
         return EmulatedGraphPool
     return CudaGraphPool if device.type == "cuda" else None
+
+
+def meter_of(device: torch.device, config: Config) -> Meter:
+    """What reads the memory that graphs on a device take."""
+    is_emulated = config.graph_impl == "emulated" or device.type != "cuda"
+    return of_arenas if is_emulated else of_device(device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from piecewise_backend.costs import CaptureCost, cost_table
 from piecewise_backend.render import piece_table
 from piecewise_backend.runtime import Runtime
 from piecewise_backend.session import Session, WarmupState
@@ -42,6 +43,8 @@ class GraphReport:
     """Sizes whose capture failed, with the error."""
     capture_seconds: float
     """Wall time of all captures."""
+    capture_costs: tuple[CaptureCost, ...]
+    """Graphs, seconds and memory of each capture that is kept, in the order of the captures."""
 
     def __str__(self) -> str:
         lines = [self.table, ""]
@@ -57,6 +60,8 @@ class GraphReport:
         lines += [f"assumed about sizes: {condition}" for condition in self.conditions]
         lines += [f"unsafe padding at {size}: {what}" for size, what in self.padding_unsafe.items()]
         lines += [f"capture failed at {size}: {what}" for size, what in self.capture_errors.items()]
+        if self.capture_costs:
+            lines += ["", cost_table(self.capture_costs)]
         return "\n".join(lines)
 
 
@@ -105,4 +110,5 @@ def _report_runtime(runtime: Runtime) -> GraphReport:
         capture_errors=dict(captures.failed)
         | {size: error for (size, _), error in captures.failed_steps.items()},
         capture_seconds=runtime.captures.seconds,
+        capture_costs=tuple(captures.costs.values()),
     )

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from tqdm import tqdm
 
 from piecewise_backend import _torch
 from piecewise_backend.batch import BatchDescriptor, CUDAGraphMode
@@ -53,8 +54,9 @@ def capture_all(
     """Run the model at every size that is wanted in a mode, so that it is captured."""
     wanted = session.wanted(mode)
     # A second round finds something to do only if module state moved between two sizes.
-    run_all(compiled, make_inputs, wanted)
-    run_all(compiled, make_inputs, [d for d in wanted if not session.has_captured(mode, d)])
+    run_all(compiled, make_inputs, wanted, f"capturing {mode.value}")
+    missing = [d for d in wanted if not session.has_captured(mode, d)]
+    run_all(compiled, make_inputs, missing, f"capturing {mode.value} again")
 
 
 @contextlib.contextmanager
@@ -68,13 +70,23 @@ def nothing_unverified(session: Session) -> Iterator[None]:
 
 
 def run_all(
-    compiled: Callable[..., Any], make_inputs: MakeInputs, batches: list[BatchDescriptor]
+    compiled: Callable[..., Any],
+    make_inputs: MakeInputs,
+    batches: Sequence[BatchDescriptor],
+    what: str,
 ) -> None:
-    """Call the model once with each batch."""
-    for descriptor in batches:
-        args, kwargs = _inputs(make_inputs, descriptor)
-        with stated(descriptor):
-            compiled(*args, **kwargs)
+    """Call the model once with each batch, behind a progress bar if that can be seen.
+
+    Args:
+        what: is being done, for the bar.
+    """
+    if not batches:
+        return
+    with tqdm(batches, desc=f"piecewise: {what}", unit="batch", disable=None) as bar:
+        for descriptor in bar:
+            args, kwargs = _inputs(make_inputs, descriptor)
+            with stated(descriptor):
+                compiled(*args, **kwargs)
 
 
 def _inputs(
