@@ -77,7 +77,8 @@ def warmup(
             capture_all(compiled, make_inputs, session, mode)
         if verify:
             with session.phase(capturing=mode, verifying=True), nothing_unverified(session):
-                run_all(compiled, make_inputs, session.trials(mode), f"comparing {mode.value}")
+                trials = session.trials(mode)
+                run_all(compiled, make_inputs, trials, len(trials), f"comparing {mode.value}")
     session.state = WarmupState.GRAPH_CAPTURED
     costs = [cost for runtime in session.runtimes for cost in runtime.captures.costs.values()]
     log.info("captures:\n%s", cost_table(costs))

@@ -8,12 +8,13 @@ Knows nothing of how sizes are captured.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from piecewise_backend.batch import CUDAGraphMode
+from piecewise_backend.budget import Estimate
 from piecewise_backend.capture_request import CapturedSize
-from piecewise_backend.costs import CaptureCost
+from piecewise_backend.costs import NOTHING, CaptureCost, MemoryUse
 from piecewise_backend.statistics import Tally
 
 Key = tuple[CUDAGraphMode, int, int]
@@ -37,6 +38,10 @@ class CapturedSizes:
         """The same of whole steps."""
         self.costs: dict[Key, CaptureCost] = {}
         """What each capture that is kept took, in the order of the captures."""
+        self.memory_use = NOTHING
+        """What they take together, as far as it was measured."""
+        self.estimates: dict[CUDAGraphMode, Estimate] = {}
+        """What warm-up expected all sizes of a mode to take, or those that fit the budget."""
 
     def keep(self, captured: CapturedSize, cost: CaptureCost) -> None:
         """Add a capture."""
@@ -46,7 +51,26 @@ class CapturedSizes:
         else:
             self.sizes[size] = captured
         self.costs[mode, size, num_active_loras] = cost
+        self.memory_use += cost.memory
         self.prepared.clear()  # there may be better graphs for a batch now
+
+    def memory_by_size(self, mode: CUDAGraphMode) -> dict[int, MemoryUse]:
+        """What captures of a mode took, in their order; all numbers of adapters together."""
+        found: dict[int, MemoryUse] = {}
+        for cost in self.costs.values():
+            if cost.mode is mode:
+                found[cost.size] = found.get(cost.size, NOTHING) + cost.memory
+        return found
+
+    def remove(self, mode: CUDAGraphMode, sizes: Collection[int]) -> None:
+        """Give captures up."""
+        for key in [key for key in self.costs if key[0] is mode and key[1] in sizes]:
+            del self.costs[key]
+            if mode is CUDAGraphMode.FULL:
+                self.steps.pop(key[1:], None)
+            else:
+                self.sizes.pop(key[1], None)
+        self.prepared.clear()
 
     def fail(self, mode: CUDAGraphMode, size: int, num_active_loras: int, error: str) -> None:
         """Remember why there is no capture."""
@@ -95,3 +119,5 @@ class CapturedSizes:
         self.failed.clear()
         self.failed_steps.clear()
         self.costs.clear()
+        self.memory_use = NOTHING
+        self.estimates.clear()

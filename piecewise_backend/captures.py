@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -25,10 +25,16 @@ from piecewise_backend.captured_sizes import CapturedSizes, Key
 from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.compiler import Call
 from piecewise_backend.config import Config
-from piecewise_backend.costs import CaptureCost, MemoryUse
+from piecewise_backend.costs import CaptureCost, MemoryUse, mib
 from piecewise_backend.errors import CaptureError
 from piecewise_backend.graphs import GraphPool, collector_paused, one_capture
-from piecewise_backend.pools import TrialPool, meter_of, pool_maker
+from piecewise_backend.pools import (
+    TrialPool,
+    empty_cache,
+    memory_limit_of,
+    meter_of,
+    pool_maker,
+)
 from piecewise_backend.sizes import Sizes
 from piecewise_backend.static_inputs import StaticInputs
 
@@ -66,6 +72,8 @@ class Captures(CapturedSizes):
         self._has_steps = CUDAGraphMode.FULL in (mode.for_decode, mode.for_mixed)
         self._make_pool = pool_maker(graph.device, config)
         self._meter = meter_of(graph.device, config)
+        self.memory_limit = memory_limit_of(graph.device, config)
+        """Most bytes that the captures may take."""
         # Made with the first capture: this object may be made, and cleared, while the collector
         # runs in the middle of a capture of somebody else's.
         self._pool: GraphPool | None = None
@@ -137,7 +145,42 @@ class Captures(CapturedSizes):
             growth = self._memory_use() - before
         self.seconds += seconds
         self.keep(captured, CaptureCost(*key, captured.num_graphs, seconds, growth))
-        return captured
+        del captured  # nobody else holds it, should it be given up
+        self._require_room(key, growth)
+        kept = self.find(*key)
+        assert kept is not None
+        return kept
+
+    def _require_room(self, key: Key, growth: MemoryUse) -> None:
+        """Give the last capture up if it is over the budget."""
+        used, limit = self.memory_use.num_bytes, self.memory_limit
+        if limit is None or used <= limit:
+            return
+        self.give_up(key[0], [key[1]])
+        error = (
+            f"max_graph_memory is {mib(limit)} MiB, and with {mib(growth.num_bytes)} MiB for this "
+            f"size graphs would take {mib(used)} MiB; raise it, or name smaller sizes"
+        )
+        self.fail(*key, error)
+        raise CaptureError(error)
+
+    def give_up(self, mode: CUDAGraphMode, sizes: Collection[int]) -> MemoryUse:
+        """Drop the graphs of some sizes, and all that nothing needs any more.
+
+        Graphs share their pool, which lasts as long as one of them does.
+
+        Returns:
+            The memory that came back.
+        """
+        with one_capture:
+            before = self._memory_use()
+            self.remove(mode, sizes)
+            if not self.costs:
+                self._release_pool()
+            empty_cache(self.graph.device)
+            freed = before - self._memory_use()
+        self.memory_use -= freed
+        return freed
 
     def _memory_use(self) -> MemoryUse:
         pool_bytes = self._pool.num_arena_bytes if self._pool is not None else 0
@@ -191,6 +234,9 @@ class Captures(CapturedSizes):
         """Give up all graphs and their memory."""
         self.clear()
         self.hits.clear()
+        self._release_pool()
+
+    def _release_pool(self) -> None:
         self._static_inputs = None
         self._arena = Arena(self.graph.device)
         self._pool = None  # one whose last graph is gone takes no other

@@ -33,6 +33,19 @@ class MemoryUse:
     device_bytes: int | None = None
     """Taken on the device; None where graphs are emulated."""
 
+    @property
+    def num_bytes(self) -> int:
+        """The device's figure; the allocator's where there is none."""
+        found = self.allocator_bytes if self.device_bytes is None else self.device_bytes
+        return found or 0
+
+    @property
+    def driver_bytes(self) -> int:
+        """What is taken outside of the allocator; 0 if not known."""
+        if self.device_bytes is None or self.allocator_bytes is None:
+            return 0
+        return self.device_bytes - self.allocator_bytes
+
     def __add__(self, other: MemoryUse) -> MemoryUse:
         return MemoryUse(
             _sum(self.allocator_bytes, other.allocator_bytes),
@@ -41,6 +54,10 @@ class MemoryUse:
 
     def __sub__(self, other: MemoryUse) -> MemoryUse:
         return self + MemoryUse(_minus(other.allocator_bytes), _minus(other.device_bytes))
+
+
+NOTHING = MemoryUse(0, 0)
+"""No memory; added to a figure that is not known it stays unknown."""
 
 
 class Meter(Protocol):
@@ -100,7 +117,7 @@ def cost_table(costs: Sequence[CaptureCost]) -> str:
     for cost in costs:
         name = [cost.mode.value, str(cost.size or "static"), str(cost.num_active_loras)]
         lines.append([*name, *_figures(cost.num_graphs, cost.seconds, cost.memory)])
-    memory = sum((cost.memory for cost in costs[1:]), start=costs[0].memory)
+    memory = sum((cost.memory for cost in costs), start=NOTHING)
     num_graphs, seconds = sum(c.num_graphs for c in costs), sum(c.seconds for c in costs)
     lines.append(["total", "", "", *_figures(num_graphs, seconds, memory)])
     if not has_loras:

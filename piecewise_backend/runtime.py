@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from piecewise_backend import _torch
 from piecewise_backend.assumptions import Assumptions, refuse_assignments
-from piecewise_backend.batch import CUDAGraphMode, FallbackReason
+from piecewise_backend.batch import BatchDescriptor, CUDAGraphMode, FallbackReason
 from piecewise_backend.capture_request import CapturedSize
 from piecewise_backend.captures import OF_ANOTHER_INSTANCE, Captures
 from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.config import Config
+from piecewise_backend.costs import MemoryUse
 from piecewise_backend.counters import CompilationCounter
 from piecewise_backend.current_batch import current
-from piecewise_backend.dispatch import STATIC_SIZE, Decision, Dispatcher, Target
+from piecewise_backend.dispatch import STATIC_SIZE, Decision, Dispatcher, LeftOut, Target
 from piecewise_backend.dump import GraphDump
 from piecewise_backend.errors import CaptureError
 from piecewise_backend.fallbacks import Fallbacks
@@ -271,6 +272,17 @@ class Runtime:
         self.rewritten = rewritten
         self._without_graphs.assumptions = Assumptions(self.graph.token_dim, rewritten)
 
+    def has(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> bool:
+        """There are graphs for it, or there are not to be any."""
+        is_left_out = (mode, descriptor.num_tokens) in self.dispatcher.left_out
+        return is_left_out or self.captures.has(mode, descriptor)
+
+    def leave_out(self, mode: CUDAGraphMode, sizes: Mapping[int, LeftOut]) -> MemoryUse:
+        """Serve nothing from graphs of some sizes any more; returns the memory that came back."""
+        with self.turns.held():
+            self.dispatcher = self.dispatcher.without(mode, sizes)
+            return self.captures.give_up(mode, sizes)
+
     def seal(self) -> None:
         """Compile nothing any more: a violated assumption runs a piece as traced."""
         for versions in self.graph.versions:
@@ -278,6 +290,7 @@ class Runtime:
 
     def unseal(self) -> None:
         """Allow compiling again, and trying again what could not be captured."""
+        self.dispatcher = self.dispatcher.with_all_sizes()
         self.captures.failed.clear()
         self.captures.failed_steps.clear()
         self._without_graphs.forget()

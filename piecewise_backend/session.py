@@ -99,17 +99,15 @@ class Session:
         return list({d: None for runtime in self.runtimes for d in runtime.dispatcher.trials(mode)})
 
     def has_captured(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> bool:
-        """Every trace has graphs for it, or is known not to have them."""
-        return all(runtime.captures.has(mode, descriptor) for runtime in self.runtimes)
+        """Every trace has graphs for it, or is not to have them."""
+        return all(runtime.has(mode, descriptor) for runtime in self.runtimes)
 
     def switch_graphs(self, on: bool) -> None:
         """Run calls without graphs, or with them again; what was captured stays."""
         self.are_graphs_on = on
         for runtime in self.runtimes:
-            is_first = runtime.turns.enter()  # a call that runs may be about to keep its plan
-            runtime.captures.prepared.clear()
-            if is_first:
-                runtime.turns.leave()
+            with runtime.turns.held():  # a call that runs may be about to keep its plan
+                runtime.captures.prepared.clear()
 
     def drop_captures(self) -> None:
         """Serve without graphs what is not captured anew."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from piecewise_backend import _torch
 from piecewise_backend.batch import BatchDescriptor, CUDAGraphMode
 from piecewise_backend.current_batch import stated
 from piecewise_backend.errors import ContractError
+from piecewise_backend.fitting import fit
 from piecewise_backend.handles import scope_of, session_of
 from piecewise_backend.session import Session, WarmupState
 
@@ -53,10 +55,22 @@ def capture_all(
 ) -> None:
     """Run the model at every size that is wanted in a mode, so that it is captured."""
     wanted = session.wanted(mode)
-    # A second round finds something to do only if module state moved between two sizes.
-    run_all(compiled, make_inputs, wanted, f"capturing {mode.value}")
+    fitting = _while_they_fit(session, mode, wanted)
+    run_all(compiled, make_inputs, fitting, len(wanted), f"capturing {mode.value}")
+    # There is something left only if module state moved between two sizes.
     missing = [d for d in wanted if not session.has_captured(mode, d)]
-    run_all(compiled, make_inputs, missing, f"capturing {mode.value} again")
+    run_all(compiled, make_inputs, missing, len(missing), f"capturing {mode.value} again")
+
+
+def _while_they_fit(
+    session: Session, mode: CUDAGraphMode, wanted: list[BatchDescriptor]
+) -> Iterator[BatchDescriptor]:
+    """Those that the budget has room for when it is their turn."""
+    for size, batches in itertools.groupby(wanted, lambda descriptor: descriptor.num_tokens):
+        for runtime in session.runtimes:
+            fit(runtime, mode)
+        if any(size in runtime.dispatcher.tables[mode].sizes for runtime in session.runtimes):
+            yield from batches
 
 
 @contextlib.contextmanager
@@ -72,17 +86,20 @@ def nothing_unverified(session: Session) -> Iterator[None]:
 def run_all(
     compiled: Callable[..., Any],
     make_inputs: MakeInputs,
-    batches: Sequence[BatchDescriptor],
+    batches: Iterable[BatchDescriptor],
+    num_batches: int,
     what: str,
 ) -> None:
     """Call the model once with each batch, behind a progress bar if that can be seen.
 
     Args:
+        num_batches: that there will be at most.
         what: is being done, for the bar.
     """
-    if not batches:
+    if num_batches == 0:
         return
-    with tqdm(batches, desc=f"piecewise: {what}", unit="batch", disable=None) as bar:
+    title = f"piecewise: {what}"
+    with tqdm(batches, desc=title, total=num_batches, unit="batch", disable=None) as bar:
         for descriptor in bar:
             args, kwargs = _inputs(make_inputs, descriptor)
             with stated(descriptor):
