@@ -17,6 +17,7 @@ from piecewise_backend.config import Config
 from piecewise_backend.costs import cost_table
 from piecewise_backend.current_batch import current
 from piecewise_backend.errors import ContractError
+from piecewise_backend.eviction import Evicted, evict_idle
 from piecewise_backend.graphs import collector_paused
 from piecewise_backend.handles import scope_of, session_of, traced_of
 from piecewise_backend.metrics import Metrics
@@ -80,6 +81,8 @@ def warmup(
                 trials = session.trials(mode)
                 run_all(compiled, make_inputs, trials, len(trials), f"comparing {mode.value}")
     session.state = WarmupState.GRAPH_CAPTURED
+    for runtime in session.runtimes:
+        runtime.statistics.mark()
     costs = [cost for runtime in session.runtimes for cost in runtime.captures.costs.values()]
     log.info("captures:\n%s", cost_table(costs))
     for each in (Session.of(scope), session):
@@ -134,6 +137,27 @@ def metrics(compiled: Callable[..., Any], labels: Mapping[str, str] | None = Non
         ConfigError: another label.
     """
     return Metrics.of((runtime.statistics for runtime in session_of(compiled).runtimes), labels)
+
+
+def evict(compiled: Callable[..., Any]) -> Evicted:
+    """Give up the graphs of every size that served no call since warm-up or the last `evict`.
+
+    Each mode has sizes of its own: one may be in use for whole steps and idle in pieces. Batches
+    of an evicted size are padded to the next larger size that is left, or run without graphs, with
+    the reason that it was evicted, until `pw.warmup` or `pw.rebind` captures it again. This waits
+    for a call that is running, and for the device.
+
+    Graphs of one pool share its memory, which stays for as long as one of them does. What comes
+    back is mostly what the driver held for the nodes of the graphs, as far as the driver gives it
+    to the device.
+
+    Returns:
+        The sizes by mode, and the bytes that came back.
+
+    Raises:
+        ContractError: not compiled with this backend, or called from inside of a call.
+    """
+    return evict_idle(session_of(compiled).runtimes)
 
 
 def switch_graphs(compiled: Callable[..., Any], on: bool) -> None:

@@ -84,6 +84,7 @@ class FallbackReason(enum.Enum):
     CAPTURE_ERROR = "capturing this size failed"
     NESTED_CALL = "the model called itself while a step of it was running"
     OVER_BUDGET = "max_graph_memory leaves no room for graphs of this size"
+    EVICTED = "the graphs of this size were evicted; pw.warmup captures them again"
     ASSUMPTION = "the size violates what a piece was compiled for, and it runs as traced"
 
 

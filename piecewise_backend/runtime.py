@@ -281,7 +281,8 @@ class Runtime:
         """Serve nothing from graphs of some sizes any more; returns the memory that came back."""
         with self.turns.held():
             self.dispatcher = self.dispatcher.without(mode, sizes)
-            return self.captures.give_up(mode, sizes)
+            freed = self.captures.give_up(mode, sizes)
+            return sum((c.give_up(mode, sizes) for c in self._parked), start=freed)
 
     def seal(self) -> None:
         """Compile nothing any more: a violated assumption runs a piece as traced."""

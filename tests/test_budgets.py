@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from torch import Tensor
 from tqdm import tqdm
 
 import piecewise_backend as pw
@@ -21,7 +23,7 @@ from piecewise_backend.budget import Estimate, memory_limit, sizes_that_fit
 from piecewise_backend.costs import MIB, CaptureCost, MemoryUse, cost_table
 from piecewise_backend.graphs import EmulatedGraphPool
 from piecewise_backend.grid import within_budget
-from tests.helpers import SPLIT_OPS, compile, declare, mark_dynamic, rows, same
+from tests.helpers import SPLIT_OPS, Decoder, compile, declare, mark_dynamic, rows, same
 from tests.runtime_helpers import fallbacks, modes, of_rows, only_runtime, quiet, toy
 
 SIZES = [1, 2, 4, 8]
@@ -375,3 +377,178 @@ def test_warm_up_again_keeps_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> N
     assert first.left_out.keys() == second.left_out.keys()
     assert second.estimates["piecewise"].num_sizes == 4
     assert driver.most_bytes <= limit
+
+
+# Giving some of them up
+
+
+def evicted_sizes(compiled: Any) -> dict[str, tuple[int, ...]]:
+    return dict(pw.evict(compiled).sizes)
+
+
+@pytest.mark.parametrize("way", ["torch.compile", "pw.compile"])
+def test_sizes_that_served_nothing_are_evicted(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    options = {"cudagraph_capture_sizes": GRID, "splitting_ops": list(SPLIT_OPS)}
+    compiled = compile(toy, **options)
+    if way == "pw.compile":
+        compiled = pw.compile(toy, compiler="eager", graph_impl="emulated", **options)
+    pw.warmup(compiled, of_rows())
+    for n in (3, 4, 16, 32):
+        same(compiled(rows(n)), toy(rows(n)), f"{n} tokens")
+    evicted = pw.evict(compiled)
+    assert evicted.sizes == {"piecewise": (1, 2, 8, 12, 24)}
+    assert evicted.memory.device_bytes == 5 * 3 * MIB
+    assert driver.num_bytes == 3 * 3 * MIB
+    assert str(evicted).startswith("evicted: piecewise 1, 2, 8, 12, 24 (allocator 0.0 MiB, device")
+    graph = pw.report(compiled).graphs[0]
+    assert graph.captured_sizes == (32, 16, 4)
+    assert graph.memory_use.num_bytes == pytest.approx(driver.num_bytes, abs=2**16)
+    assert "no piecewise graphs at 12: evicted: it served no call since" in str(graph)
+    with pw.compilation_counter.expect():
+        for n in range(1, 33):
+            same(compiled(rows(n)), toy(rows(n)), f"{n} tokens")
+    assert not fallbacks(pw.report(compiled))
+    assert evicted_sizes(compiled) == {}, "all three served since"
+    same(compiled(rows(32)), toy(rows(32)), "32 tokens")
+    assert evicted_sizes(compiled) == {"piecewise": (4, 16)}
+
+
+def test_evicted_sizes_are_captured_by_the_next_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = compile(toy, cudagraph_capture_sizes=SIZES)
+    pw.warmup(compiled, of_rows())
+    same(compiled(rows(4)), toy(rows(4)), "4 tokens")
+    assert evicted_sizes(compiled) == {"piecewise": (1, 2, 8)}
+    with pw.compilation_counter.expect(num_cudagraph_captured=9):
+        report = pw.warmup(compiled, of_rows())
+    assert set(report.graphs[0].captured_sizes) == set(SIZES)
+    assert report.graphs[0].left_out == {}
+    assert evicted_sizes(compiled) == {"piecewise": (1, 2, 4, 8)}, "none served since"
+
+
+def test_batches_of_which_all_sizes_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left to hold the pool: all memory comes back."""
+    driver = Driver(monkeypatch)
+    compiled = compile(toy, cudagraph_capture_sizes=SIZES)
+    pw.warmup(compiled, of_rows())
+    evicted = pw.evict(compiled)
+    assert evicted.sizes == {"piecewise": tuple(SIZES)}
+    assert (evicted.memory.allocator_bytes or 0) > 0
+    assert driver.num_bytes == pw.report(compiled).graphs[0].memory_use.num_bytes == 0
+    with pytest.warns(
+        RuntimeWarning, match=r"graphs of this size were evicted; pw\.warmup captures"
+    ):
+        same(compiled(rows(3)), toy(rows(3)), "3 tokens")
+    same(compiled(rows(8)), toy(rows(8)), "8 tokens")
+    with quiet():
+        same(compiled(rows(9)), toy(rows(9)), "9 tokens")
+    found = fallbacks(pw.report(compiled))
+    assert found == {FallbackReason.EVICTED: 2, FallbackReason.SIZE_ABOVE_GRID: 1}
+    assert evicted_sizes(compiled) == {}
+
+
+def test_modes_are_evicted_each_for_itself() -> None:
+    declare("always")
+    compiled = compile(toy, cudagraph_capture_sizes=SIZES)
+    pw.warmup(compiled, of_rows())
+    with pw.batch(uniform=True):
+        same(compiled(rows(8)), toy(rows(8)), "whole step")
+    same(compiled(rows(4)), toy(rows(4)), "pieces")
+    assert evicted_sizes(compiled) == {"piecewise": (1, 2, 8), "full": (1, 2, 4)}
+    with pw.batch(uniform=True):
+        for n in (3, 8):
+            same(compiled(rows(n)), toy(rows(n)), "whole step")
+    same(compiled(rows(3)), toy(rows(3)), "pieces")
+    assert modes(compiled) == {"full": 3, "piecewise": 2}
+
+
+def test_eviction_without_warm_up() -> None:
+    """An evicted size is not captured again by calls."""
+    compiled = compile(toy)
+    with quiet():
+        for _ in range(3):
+            compiled(mark_dynamic([rows(8)])[0])
+            compiled(mark_dynamic([rows(16)])[0])
+        compiled(rows(4))
+        compiled(rows(4))
+        assert evicted_sizes(compiled) == {"piecewise": (4,)}
+        for _ in range(5):
+            same(compiled(rows(4)), toy(rows(4)), "4 tokens")
+    assert pw.report(compiled).graphs[0].captured_sizes == (16, 8)
+
+
+def test_other_instances_lose_the_same_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    models = [Decoder(seed=seed) for seed in (1, 2)]
+    both = [compile(model, cudagraph_capture_sizes=SIZES) for model in models]
+    for compiled in both:
+        pw.warmup(compiled, of_rows())
+    before = driver.num_bytes
+    for compiled, model in zip(both, models, strict=True):
+        same(compiled(rows(8)), model(rows(8)), "8 tokens")
+    assert evicted_sizes(both[0]) == {"piecewise": (1, 2, 4)}
+    assert driver.num_bytes == before // 4
+    for compiled, model in zip(both, models, strict=True):
+        for n in range(1, 9):
+            same(compiled(rows(n)), model(rows(n)), f"{n} tokens")
+
+
+def test_a_model_that_evicts_itself() -> None:
+    errors = []
+
+    @torch.library.custom_op("pwtest::evicting", mutates_args=["out"])
+    def evicting(x: Tensor, out: Tensor) -> None:
+        out.copy_(x)
+        if is_on:
+            with pytest.raises(pw.ContractError, match="inside of a call") as caught:
+                pw.evict(compiled)
+            errors.append(caught.value)
+
+    @evicting.register_fake
+    def _(x: Tensor, out: Tensor) -> None:
+        return None
+
+    def model(x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        torch.ops.pwtest.evicting(x * 2, out)
+        return out + 1
+
+    is_on = False
+    compiled = compile(model, splitting_ops=["pwtest::evicting"])
+    pw.warmup(compiled, of_rows())
+    is_on = True
+    same(compiled(rows(8)), rows(8) * 2 + 1, "8 tokens")
+    assert len(errors) == 1
+    assert pw.report(compiled).graphs[0].captured_sizes == (16, 8, 4)
+
+
+def test_eviction_between_the_calls_of_other_threads() -> None:
+    model = Decoder()
+    compiled = compile(model, cudagraph_capture_sizes=GRID)
+    pw.warmup(compiled, of_rows())
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            with torch.no_grad():
+                for call in range(200):
+                    x = rows(1 + (7 * call + number) % 32, seed=call)
+                    same(compiled(x), model(x), f"thread {number}, call {call}")
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    with quiet():
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            pw.evict(compiled)
+        for thread in threads:
+            thread.join()
+    assert not errors, errors
+
+
+def test_eviction_of_what_is_not_compiled() -> None:
+    with pytest.raises(pw.ContractError, match="is not compiled"):
+        pw.evict(toy)
+    assert evicted_sizes(compile(toy)) == {}
