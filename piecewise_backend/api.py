@@ -5,6 +5,7 @@ In:  what `torch.compile(..., backend="piecewise")` or `module.compile(...)` ret
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,26 +13,19 @@ from typing import Any
 import torch
 
 from piecewise_backend import _torch
-from piecewise_backend.batch import CUDAGraphMode, FallbackReason
+from piecewise_backend.batch import FallbackReason
 from piecewise_backend.config import Config
 from piecewise_backend.costs import cost_table
 from piecewise_backend.current_batch import current
 from piecewise_backend.errors import ContractError
 from piecewise_backend.eviction import Evicted, evict_idle
-from piecewise_backend.graphs import collector_paused
 from piecewise_backend.handles import scope_of, session_of, traced_of
 from piecewise_backend.metrics import Metrics
 from piecewise_backend.past_dynamo import send_past_dynamo
 from piecewise_backend.report import Report, report_session
 from piecewise_backend.runtime import Runtime
 from piecewise_backend.session import Session, WarmupState
-from piecewise_backend.start_up import (
-    MakeInputs,
-    capture_all,
-    nothing_unverified,
-    run_all,
-    trace,
-)
+from piecewise_backend.start_up import MakeInputs, warm_up
 
 log = logging.getLogger(__name__)
 
@@ -64,31 +58,32 @@ def warmup(
         What was compiled and captured.
 
     Raises:
-        ContractError: not compiled with this backend, or `make_inputs` returns something else
-            than arguments, or other arguments for another size.
+        ContractError: not compiled with this backend, a warm-up of the model is under way, or
+            `make_inputs` returns something else than arguments, or other arguments for another
+            size.
     """
+    return _warm_up(compiled, make_inputs, seal, verify, stays_off=False)
+
+
+def _warm_up(
+    compiled: Callable[..., Any], make_inputs: MakeInputs, seal: bool, verify: bool, stays_off: bool
+) -> Report:
     scope = scope_of(compiled)
     config = Config.from_options(scope.kwargs.get("options"), scope.kwargs.get("mode"))
     sizes = sorted(config.cudagraph_capture_sizes, reverse=True)
-    if not session_of(compiled).are_graphs_on:
+    own, serving = Session.of(scope), session_of(compiled)
+    if not serving.are_graphs_on:
         raise ContractError("graphs are switched off; call pw.switch_graphs(model, True) first")
-    session = trace(compiled, make_inputs, sizes)
-    for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
-        with session.phase(capturing=mode), collector_paused():
-            capture_all(compiled, make_inputs, session, mode)
-        if verify:
-            with session.phase(capturing=mode, verifying=True), nothing_unverified(session):
-                trials = session.trials(mode)
-                run_all(compiled, make_inputs, trials, len(trials), f"comparing {mode.value}")
-    session.state = WarmupState.GRAPH_CAPTURED
-    for runtime in session.runtimes:
-        runtime.statistics.mark()
+    with contextlib.ExitStack() as stack:
+        for each in dict.fromkeys((own, serving)):
+            stack.enter_context(each.rebuild(stays_off=stays_off))
+        session = warm_up(compiled, make_inputs, sizes, verify)
+        for each in (own, session):
+            each.make_inputs = make_inputs
+        if seal:
+            _seal(compiled)
     costs = [cost for runtime in session.runtimes for cost in runtime.captures.costs.values()]
     log.info("captures:\n%s", cost_table(costs))
-    for each in (Session.of(scope), session):
-        each.make_inputs = make_inputs
-    if seal:
-        _seal(compiled)
     return report(compiled)
 
 
@@ -102,15 +97,20 @@ def seal(compiled: Callable[..., Any]) -> None:
 
 
 def rebind(compiled: Callable[..., Any]) -> Report:
-    """Accept that weights, buffers or caches were replaced: capture every size anew.
+    """Accept that weights, buffers, adapters or caches were replaced: capture every size anew.
+
+    Calls of other threads are served meanwhile, as are those that `make_inputs` makes: on the new
+    values, without graphs, counted with the reason `REBUILDING`. After an error it stays at that,
+    until a `rebind` or `warmup` succeeds.
 
     Raises:
         ContractError: there was no warm-up whose inputs could be used again.
+        Exception: what warm-up raises.
     """
     session = session_of(compiled)
     if session.make_inputs is None:
         raise ContractError("nothing was warmed up; call warmup(make_inputs), which captures anew")
-    return warmup(compiled, session.make_inputs, seal=session.is_sealed)
+    return _warm_up(compiled, session.make_inputs, session.is_sealed, verify=True, stays_off=True)
 
 
 def _seal(compiled: Callable[..., Any]) -> None:

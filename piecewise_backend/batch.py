@@ -85,6 +85,7 @@ class FallbackReason(enum.Enum):
     NESTED_CALL = "the model called itself while a step of it was running"
     OVER_BUDGET = "max_graph_memory leaves no room for graphs of this size"
     EVICTED = "the graphs of this size were evicted; pw.warmup captures them again"
+    REBUILDING = "rebuilding: graphs are being captured anew, or that failed"
     ASSUMPTION = "the size violates what a piece was compiled for, and it runs as traced"
 
 

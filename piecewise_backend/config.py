@@ -94,7 +94,8 @@ class Config:
 
     on_fallback: str = "warn"
     """"warn" once per reason when a call runs without graphs, or "raise" ContractError. Neither
-    happens where graphs are switched off or do not exist, nor before a size is captured."""
+    happens where graphs are switched off, are rebuilt or do not exist, nor before a size is
+    captured."""
 
     capture_after: int = 2
     """Without warm-up: a size is captured once it was called this often."""

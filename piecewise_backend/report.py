@@ -89,18 +89,21 @@ class Report:
     """How far warm-up came."""
     guards_kept: str
     """Why calls go through Dynamo's guards; empty if they do not."""
+    rebuilding: str
+    """Why calls run without graphs with the reason `REBUILDING`; empty if they do not."""
 
     def __str__(self) -> str:
         state = f"{self.state.value}, {'sealed' if self.is_sealed else 'not sealed'}"
         guards = f"guards kept ({self.guards_kept})" if self.guards_kept else "no guards"
         head = f"piecewise: {len(self.graphs)} graph(s), {state}, {guards}"
+        head += f"\nrebuilding: {self.rebuilding}" if self.rebuilding else ""
         return "\n\n".join([head, *map(str, self.graphs)])
 
 
 def report_session(session: Session, guards_kept: str) -> Report:
     """The state of a compiled model at this moment."""
     graphs = tuple(map(_report_runtime, session.runtimes))
-    return Report(graphs, session.is_sealed, session.state, guards_kept)
+    return Report(graphs, session.is_sealed, session.state, guards_kept, session.rebuilding)
 
 
 def _report_runtime(runtime: Runtime) -> GraphReport:

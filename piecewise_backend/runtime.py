@@ -129,9 +129,8 @@ class Runtime:
 
     def _slow(self, args: Args) -> Any:
         sizes = self.graph.token_dim.read(args)
-        decision: Decision = FallbackReason.DISABLED
-        if self._session.are_graphs_on:
-            decision = self.dispatcher.decide(sizes, current.get())
+        decision: Decision | None = self._session.reason_without_graphs
+        decision = decision or self.dispatcher.decide(sizes, current.get())
         if isinstance(decision, FallbackReason):
             return self._fall_back(args, sizes, decision)
         if (mode := self._session.capturing) is not None:  # warm-up captures one after the other
@@ -182,8 +181,9 @@ class Runtime:
         num_tokens = self.dispatcher.num_tokens(sizes)
         tally = self.statistics.tally(target.mode, target.size, num_tokens)
         key, facts = self.graph.token_dim.key_of(sizes), current.get()
-        ready = (captured.plan.function, rows, tally)
-        prepared[key if facts is None else (facts, key)] = ready
+        if not self._session.rebuilding:
+            ready = (captured.plan.function, rows, tally)
+            prepared[key if facts is None else (facts, key)] = ready
         tally.num_replays += 1
         return result
 

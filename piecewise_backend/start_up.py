@@ -22,13 +22,37 @@ from piecewise_backend.batch import BatchDescriptor, CUDAGraphMode
 from piecewise_backend.current_batch import stated
 from piecewise_backend.errors import ContractError
 from piecewise_backend.fitting import fit
+from piecewise_backend.graphs import collector_paused
 from piecewise_backend.handles import scope_of, session_of
-from piecewise_backend.session import Session, WarmupState
+from piecewise_backend.session import Session, WarmupState, own_calls
 
 MakeInputs = Callable[[BatchDescriptor], Any]
 
 
-def trace(compiled: Callable[..., Any], make_inputs: MakeInputs, sizes: list[int]) -> Session:
+def warm_up(
+    compiled: Callable[..., Any], make_inputs: MakeInputs, sizes: list[int], verify: bool
+) -> Session:
+    """Everything but sealing; see `pw.warmup`.
+
+    Args:
+        sizes: capture sizes, descending.
+        verify: compare graphs with the step without.
+    """
+    session = _trace(compiled, make_inputs, sizes)
+    for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
+        with session.phase(capturing=mode), collector_paused():
+            _capture_all(compiled, make_inputs, session, mode)
+        if verify:
+            with session.phase(capturing=mode, verifying=True), _nothing_unverified(session):
+                trials, title = session.trials(mode), f"comparing {mode.value}"
+                _run_all(compiled, make_inputs, session, trials, len(trials), title)
+    session.state = WarmupState.GRAPH_CAPTURED
+    for runtime in session.runtimes:
+        runtime.statistics.mark()
+    return session
+
+
+def _trace(compiled: Callable[..., Any], make_inputs: MakeInputs, sizes: list[int]) -> Session:
     """Run the model once at the largest size, so that one trace serves every size."""
     own, serving = Session.of(scope_of(compiled)), session_of(compiled)
     own.unseal()
@@ -38,7 +62,12 @@ def trace(compiled: Callable[..., Any], make_inputs: MakeInputs, sizes: list[int
     _mark_varying(
         _tensors(args, kwargs), _tensors(*_inputs(make_inputs, BatchDescriptor(num_tokens=other)))
     )
-    with own.phase(tracing=True), serving.phase(tracing=True), _torch.one_trace_for_all_sizes():
+    with (
+        own.phase(tracing=True),
+        serving.phase(tracing=True),
+        own_calls(own, serving),
+        _torch.one_trace_for_all_sizes(),
+    ):
         compiled(*args, **kwargs)
     session = session_of(compiled)
     if not session.runtimes:
@@ -50,16 +79,17 @@ def trace(compiled: Callable[..., Any], make_inputs: MakeInputs, sizes: list[int
     return session
 
 
-def capture_all(
+def _capture_all(
     compiled: Callable[..., Any], make_inputs: MakeInputs, session: Session, mode: CUDAGraphMode
 ) -> None:
     """Run the model at every size that is wanted in a mode, so that it is captured."""
     wanted = session.wanted(mode)
     fitting = _while_they_fit(session, mode, wanted)
-    run_all(compiled, make_inputs, fitting, len(wanted), f"capturing {mode.value}")
+    _run_all(compiled, make_inputs, session, fitting, len(wanted), f"capturing {mode.value}")
     # There is something left only if module state moved between two sizes.
     missing = [d for d in wanted if not session.has_captured(mode, d)]
-    run_all(compiled, make_inputs, missing, len(missing), f"capturing {mode.value} again")
+    title = f"capturing {mode.value} again"
+    _run_all(compiled, make_inputs, session, missing, len(missing), title)
 
 
 def _while_they_fit(
@@ -74,7 +104,7 @@ def _while_they_fit(
 
 
 @contextlib.contextmanager
-def nothing_unverified(session: Session) -> Iterator[None]:
+def _nothing_unverified(session: Session) -> Iterator[None]:
     """An error in the middle of comparing leaves no graph that was not compared."""
     try:
         yield
@@ -83,9 +113,10 @@ def nothing_unverified(session: Session) -> Iterator[None]:
         raise
 
 
-def run_all(
+def _run_all(
     compiled: Callable[..., Any],
     make_inputs: MakeInputs,
+    session: Session,
     batches: Iterable[BatchDescriptor],
     num_batches: int,
     what: str,
@@ -102,7 +133,7 @@ def run_all(
     with tqdm(batches, desc=title, total=num_batches, unit="batch", disable=None) as bar:
         for descriptor in bar:
             args, kwargs = _inputs(make_inputs, descriptor)
-            with stated(descriptor):
+            with stated(descriptor), own_calls(session):
                 compiled(*args, **kwargs)
 
 
