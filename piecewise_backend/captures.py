@@ -141,6 +141,9 @@ class Captures(CapturedSizes):
             except CaptureError as error:
                 self.fail(*key, str(error))
                 raise
+            except torch.OutOfMemoryError as error:
+                self.fail(*key, str(error))
+                raise CaptureError(f"no memory for the buffers of this size: {error}") from error
             seconds = time.perf_counter() - started
             growth = self._memory_use() - before
         self.seconds += seconds
