@@ -74,7 +74,9 @@ class GraphReport:
         if self.capture_costs:
             limit = f", at most {mib(self.memory_limit)}" if self.memory_limit is not None else ""
             lines.append(f"memory of graphs: {mib(self.memory_use.num_bytes)} MiB{limit}")
-            lines += [f"expected of {mode} graphs: {e}" for mode, e in self.estimates.items()]
+            for mode, estimate in self.estimates.items():
+                used = sum(c.memory.num_bytes for c in self.capture_costs if c.mode.value == mode)
+                lines.append(f"expected of {mode} graphs: {estimate}; they took {mib(used)} MiB")
             lines += ["", cost_table(self.capture_costs)]
         return "\n".join(lines)
 

@@ -240,7 +240,8 @@ def test_the_estimate_is_near_what_is_used(
     for name, estimate in graph.estimates.items():
         used = sum(c.memory.num_bytes for c in graph.capture_costs if c.mode.value == name)
         assert estimate.num_bytes == pytest.approx(used, rel=0.2)
-        assert f"expected of {name} graphs: {estimate}" in str(report)
+        line = f"expected of {name} graphs: {estimate}; they took {used / MIB:.1f} MiB"
+        assert line in str(report)
         assert f"{name} graphs are expected to take {estimate}" in caplog.text
     assert graph.memory_use.num_bytes == pytest.approx(driver.num_bytes, abs=2**16)
 
