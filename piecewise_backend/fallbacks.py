@@ -15,7 +15,12 @@ from piecewise_backend.errors import ContractError
 from piecewise_backend.sizes import Sizes
 from piecewise_backend.statistics import Statistics
 
-_NEVER_REPORTED = {FallbackReason.DISABLED, FallbackReason.NO_GRAPHS_ON_DEVICE}
+_NEVER_REPORTED = {
+    FallbackReason.DISABLED,
+    FallbackReason.NO_GRAPHS_ON_DEVICE,
+    FallbackReason.REBUILDING,
+}
+"""What the user has asked for, or was told by an error."""
 _NOT_THE_USERS = (
     str(Path(__file__).parent),
     "<piecewise ",  # generated code

@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import torch
 
 from piecewise_backend import _torch
 from piecewise_backend.assumptions import Assumptions, refuse_assignments
-from piecewise_backend.batch import CUDAGraphMode, FallbackReason
+from piecewise_backend.batch import BatchDescriptor, CUDAGraphMode, FallbackReason
 from piecewise_backend.capture_request import CapturedSize
 from piecewise_backend.captures import OF_ANOTHER_INSTANCE, Captures
 from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.config import Config
+from piecewise_backend.costs import MemoryUse
 from piecewise_backend.counters import CompilationCounter
 from piecewise_backend.current_batch import current
-from piecewise_backend.dispatch import STATIC_SIZE, Decision, Dispatcher, Target
+from piecewise_backend.dispatch import STATIC_SIZE, Decision, Dispatcher, LeftOut, Target
 from piecewise_backend.dump import GraphDump
 from piecewise_backend.errors import CaptureError
 from piecewise_backend.fallbacks import Fallbacks
@@ -130,9 +129,8 @@ class Runtime:
 
     def _slow(self, args: Args) -> Any:
         sizes = self.graph.token_dim.read(args)
-        decision: Decision = FallbackReason.DISABLED
-        if self._session.are_graphs_on:
-            decision = self.dispatcher.decide(sizes, current.get())
+        decision: Decision | None = self._session.reason_without_graphs
+        decision = decision or self.dispatcher.decide(sizes, current.get())
         if isinstance(decision, FallbackReason):
             return self._fall_back(args, sizes, decision)
         if (mode := self._session.capturing) is not None:  # warm-up captures one after the other
@@ -183,8 +181,9 @@ class Runtime:
         num_tokens = self.dispatcher.num_tokens(sizes)
         tally = self.statistics.tally(target.mode, target.size, num_tokens)
         key, facts = self.graph.token_dim.key_of(sizes), current.get()
-        ready = (captured.plan.function, rows, tally)
-        prepared[key if facts is None else (facts, key)] = ready
+        if not self._session.rebuilding:
+            ready = (captured.plan.function, rows, tally)
+            prepared[key if facts is None else (facts, key)] = ready
         tally.num_replays += 1
         return result
 
@@ -273,18 +272,17 @@ class Runtime:
         self.rewritten = rewritten
         self._without_graphs.assumptions = Assumptions(self.graph.token_dim, rewritten)
 
-    def static_inputs(self, num_tokens: int) -> dict[str, torch.Tensor]:
-        """The buffers that graphs for so many tokens read; empty if there are no such graphs."""
-        token_dim = self.graph.token_dim
-        sizes = token_dim.padded((0,) * len(token_dim.symbols), num_tokens)
-        decision = self.dispatcher.decide(sizes, current.get())
-        if isinstance(decision, FallbackReason):
-            return {}
-        for target in decision:
-            if self.captures.find(target.mode, target.size, target.num_active_loras):
-                with _torch.ordinary_tensors():
-                    return self.captures.buffers(token_dim.padded(sizes, target.size), sizes)
-        return {}
+    def has(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> bool:
+        """There are graphs for it, or there are not to be any."""
+        is_left_out = (mode, descriptor.num_tokens) in self.dispatcher.left_out
+        return is_left_out or self.captures.has(mode, descriptor)
+
+    def leave_out(self, mode: CUDAGraphMode, sizes: Mapping[int, LeftOut]) -> MemoryUse:
+        """Serve nothing from graphs of some sizes any more; returns the memory that came back."""
+        with self.turns.held():
+            self.dispatcher = self.dispatcher.without(mode, sizes)
+            freed = self.captures.give_up(mode, sizes)
+            return sum((c.give_up(mode, sizes) for c in self._parked), start=freed)
 
     def seal(self) -> None:
         """Compile nothing any more: a violated assumption runs a piece as traced."""
@@ -293,6 +291,7 @@ class Runtime:
 
     def unseal(self) -> None:
         """Allow compiling again, and trying again what could not be captured."""
+        self.dispatcher = self.dispatcher.with_all_sizes()
         self.captures.failed.clear()
         self.captures.failed_steps.clear()
         self._without_graphs.forget()
