@@ -74,7 +74,7 @@ class Runtime:
         self.dispatcher = Dispatcher.of(graph, config, self.mode, has_graphs, num_tokens)
         self.captures = Captures(graph, config, self.mode, self.dispatcher.largest)
         self._parked = Parked()
-        self._fallbacks = Fallbacks(self.statistics, config.on_fallback)
+        self._fallbacks = Fallbacks(self.statistics, config.on_fallback, session.is_serving)
         self.turns = Turns(graph.device)
         self.key_of = graph.token_dim.key_function()
         """Reads off the graph's arguments what `captures.prepared` goes by, beside facts."""
@@ -178,8 +178,9 @@ class Runtime:
             return self._recover_from_move(args)
         except InputsOverlap:
             return self._refuse_overlap(args)
-        num_tokens = self.dispatcher.num_tokens(sizes)
-        tally = self.statistics.tally(target.mode, target.size, num_tokens)
+        if not self._session.is_serving():
+            return result
+        tally = self.statistics.tally(target.mode, target.size, self.dispatcher.num_tokens(sizes))
         key, facts = self.graph.token_dim.key_of(sizes), current.get()
         if not self._session.rebuilding:
             ready = (captured.plan.function, rows, tally)
@@ -202,11 +203,10 @@ class Runtime:
 
     def _not_captured(self, args: Args, sizes: Sizes, target: Target) -> Any:
         """Run without graphs; capture afterwards if it is time to."""
-        is_warming_up = self._session.capturing is not None
         if self._session.is_sealed:
             detail = OF_ANOTHER_INSTANCE if self._parked else ""
             return self._fall_back(args, sizes, FallbackReason.NOT_CAPTURED, detail)
-        if not is_warming_up and not self._session.is_quiet:
+        if self._session.is_serving():
             self.statistics.count(FallbackReason.NOT_CAPTURED)
         result = self._without_graphs.run(args, sizes)
         hits = self.captures.hits
@@ -214,7 +214,7 @@ class Runtime:
         is_due = hits[target.size] >= self.config.capture_after and not self._session.is_quiet
         # The capture of a whole step runs its split ops again, which only warm-up may.
         is_due = is_due and target.mode is CUDAGraphMode.PIECEWISE
-        if is_warming_up or is_due:
+        if self._session.capturing is not None or is_due:
             self._capture(args, sizes, target)
         return result
 

@@ -166,6 +166,10 @@ class Session:
         """The call that runs is one of warm-up's."""
         return self in _warming_up.get()
 
+    def is_serving(self) -> bool:
+        """The call that runs is the user's: it is counted. Those of warm-up are not."""
+        return not self.is_own_call
+
     @property
     def reason_without_graphs(self) -> FallbackReason | None:
         """Why the call that runs has none, whatever its batch is."""
@@ -175,7 +179,7 @@ class Session:
 
     @property
     def is_quiet(self) -> bool:
-        """The call is a trial run of warm-up: nothing is counted or warned about."""
+        """The call is a trial run of warm-up: nothing is warned about."""
         return (self.is_tracing or self.is_verifying) and self.is_own_call
 
     @contextlib.contextmanager
@@ -227,10 +231,8 @@ class Session:
     ) -> Iterator[None]:
         """Calls inside belong to warm-up; in `capturing` mode, where that is given."""
         self.is_tracing, self.capturing, self.is_verifying = tracing, capturing, verifying
-        if verifying:
-            for runtime in self.runtimes:
-                runtime.captures.prepared.clear()
         try:
+            self._forget_prepared()  # what serves at once is neither compared nor counted
             yield
         finally:
             self.is_tracing, self.capturing, self.is_verifying = False, None, False
