@@ -320,7 +320,7 @@ def test_sizes_too_large_for_the_budget(monkeypatch: pytest.MonkeyPatch) -> None
     with quiet():
         for n in range(1, 9):
             same(compiled(rows(n, 2**11)), toy(rows(n, 2**11)), f"{n} tokens")
-    assert fallbacks(pw.report(compiled)) == {FallbackReason.CAPTURE_ERROR: 1 + 4}
+    assert fallbacks(pw.report(compiled)) == {FallbackReason.CAPTURE_ERROR: 4}
 
 
 @pytest.mark.parametrize("mode", ["piecewise", "full_and_piecewise"])
@@ -330,14 +330,13 @@ def test_a_budget_for_nothing(mode: str, monkeypatch: pytest.MonkeyPatch) -> Non
     compiled = compile(toy, max_graph_memory=1, cudagraph_mode=mode)
     with quiet():
         graph = pw.warmup(compiled, of_rows()).graphs[0]
-        before = fallbacks(pw.report(compiled))[FallbackReason.CAPTURE_ERROR]
         for n in (3, 8):
             with pw.batch(uniform=True):
                 same(compiled(rows(n)), toy(rows(n)), f"{n} tokens")
     assert graph.captured_sizes == graph.captured_steps == ()
     assert graph.capture_costs == ()
     assert graph.memory_use.num_bytes == driver.num_bytes == 0
-    assert fallbacks(pw.report(compiled)) == {FallbackReason.CAPTURE_ERROR: before + 2}
+    assert fallbacks(pw.report(compiled)) == {FallbackReason.CAPTURE_ERROR: 2}
 
 
 def test_pieces_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
