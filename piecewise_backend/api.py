@@ -148,8 +148,8 @@ def evict(compiled: Callable[..., Any]) -> Evicted:
     for a call that is running and for the device, and empties the cache of torch's allocator.
 
     Graphs of one pool share its memory, which stays for as long as one of them does. What comes
-    back is mostly what the driver held for the nodes of the graphs, as far as the driver gives it
-    to the device.
+    back is what the driver held for the nodes of the graphs, as far as it gives that to the device:
+    an H200's keeps it for graphs to come (tests/gpu/test_budgets.py).
 
     Returns:
         The sizes by mode, and the bytes that came back.

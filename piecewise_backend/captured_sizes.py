@@ -39,7 +39,10 @@ class CapturedSizes:
         self.costs: dict[Key, CaptureCost] = {}
         """What each capture that is kept took, in the order of the captures."""
         self.memory_use = NOTHING
-        """What they take together, as far as it was measured."""
+        """What they and those that were given up took together and did not give back, as far as it
+        was measured."""
+        self.reusable_bytes = 0
+        """Part of it: what the driver keeps of graphs that were given up, for graphs to come."""
         self.estimates: dict[CUDAGraphMode, Estimate] = {}
         """What warm-up expected all sizes of a mode to take, or those that fit the budget."""
 
@@ -52,7 +55,20 @@ class CapturedSizes:
             self.sizes[size] = captured
         self.costs[mode, size, num_active_loras] = cost
         self.memory_use += cost.memory
+        self.reusable_bytes -= self._reused_by(cost)
         self.prepared.clear()  # there may be better graphs for a batch now
+
+    def _reused_by(self, cost: CaptureCost) -> int:
+        """Bytes by which a capture took less than expected, as it found some."""
+        if (estimate := self.estimates.get(cost.mode)) is None:
+            return self.reusable_bytes  # nobody knows: perhaps all
+        found = max(estimate.bytes_per_size - cost.memory.driver_bytes, 0)
+        return min(found, self.reusable_bytes)
+
+    @property
+    def bytes_in_use(self) -> int:
+        """What the captures that are kept take."""
+        return self.memory_use.num_bytes - self.reusable_bytes
 
     def memory_by_size(self, mode: CUDAGraphMode) -> dict[int, MemoryUse]:
         """What captures of a mode took, in their order; all numbers of adapters together."""
@@ -62,15 +78,17 @@ class CapturedSizes:
                 found[cost.size] = found.get(cost.size, NOTHING) + cost.memory
         return found
 
-    def remove(self, mode: CUDAGraphMode, sizes: Collection[int]) -> None:
-        """Give captures up."""
+    def remove(self, mode: CUDAGraphMode, sizes: Collection[int]) -> int:
+        """Give captures up; returns the bytes that the driver held for them."""
+        driver_bytes = 0
         for key in [key for key in self.costs if key[0] is mode and key[1] in sizes]:
-            del self.costs[key]
+            driver_bytes += self.costs.pop(key).memory.driver_bytes
             if mode is CUDAGraphMode.FULL:
                 self.steps.pop(key[1:], None)
             else:
                 self.sizes.pop(key[1], None)
         self.prepared.clear()
+        return driver_bytes
 
     def fail(self, mode: CUDAGraphMode, size: int, num_active_loras: int, error: str) -> None:
         """Remember why there is no capture."""
@@ -123,4 +141,5 @@ class CapturedSizes:
         self.failed_steps.clear()
         self.costs.clear()
         self.memory_use = NOTHING
+        self.reusable_bytes = 0
         self.estimates.clear()

@@ -157,7 +157,7 @@ class Captures(CapturedSizes):
 
     def _require_room(self, key: Key, growth: MemoryUse) -> None:
         """Give the last capture up if it is over the budget."""
-        used, limit = self.memory_use.num_bytes, self.memory_limit
+        used, limit = self.bytes_in_use, self.memory_limit
         if limit is None or used <= limit:
             return
         self.give_up(key[0], [key[1]])
@@ -178,12 +178,13 @@ class Captures(CapturedSizes):
         """
         with one_capture:
             before = self._memory_use()
-            self.remove(mode, sizes)
+            held = self.remove(mode, sizes)
             if not self.costs:
                 self._release_pool()
             empty_cache(self.graph.device)
             freed = before - self._memory_use()
         self.memory_use -= freed
+        self.reusable_bytes += max(held - freed.driver_bytes, 0)
         return freed
 
     def _memory_use(self) -> MemoryUse:

@@ -54,7 +54,7 @@ def _room(runtime: Runtime) -> int:
     limit = runtime.captures.memory_limit
     if limit is None:
         return 2**63
-    return max(limit - runtime.captures.memory_use.num_bytes, 0)
+    return max(limit - runtime.captures.bytes_in_use, 0)
 
 
 def _keep(

@@ -40,8 +40,16 @@ def _without_gradients() -> Iterator[None]:
 class Driver:
     """A meter for emulated graphs: each takes memory on the "device" for as long as it lives."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, graph_bytes: int = MIB, chunk: int = 1) -> None:
+    def __init__(
+        self,
+        patch: pytest.MonkeyPatch,
+        graph_bytes: int = MIB,
+        chunk: int = 1,
+        keeps: bool = False,
+    ) -> None:
         self.graph_bytes, self.chunk = graph_bytes, chunk
+        self.keeps = keeps
+        """It gives nothing back to the device, and uses it for the next graphs."""
         self.most_bytes = 0
         self._alive: weakref.WeakSet[Any] = weakref.WeakSet()
         original = EmulatedGraphPool.capture
@@ -56,7 +64,8 @@ class Driver:
 
     @property
     def num_bytes(self) -> int:
-        return -(-len(self._alive) * self.graph_bytes // self.chunk) * self.chunk
+        needed = -(-len(self._alive) * self.graph_bytes // self.chunk) * self.chunk
+        return max(needed, self.most_bytes) if self.keeps else needed
 
     def __call__(self, arena_bytes: int) -> MemoryUse:
         self.most_bytes = max(self.most_bytes, self.num_bytes)
@@ -248,9 +257,12 @@ def test_the_estimate_is_near_what_is_used(
     assert graph.memory_use.num_bytes == pytest.approx(driver.num_bytes, abs=2**16)
 
 
-def test_sizes_over_the_budget_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("driver_keeps", [False, True])
+def test_sizes_over_the_budget_are_left_out(
+    driver_keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those that `max_graphs` would leave out; batches go to the next larger size."""
-    driver = Driver(monkeypatch)
+    driver = Driver(monkeypatch, keeps=driver_keeps)
     limit = 4 * 3 * MIB + 2**19  # of 8 sizes 4 fit
     compiled = compile(toy, cudagraph_capture_sizes=GRID, max_graph_memory=limit)
     report = pw.warmup(compiled, of_rows())

@@ -143,7 +143,7 @@ def test_memory_ends_in_the_middle_of_a_whole_step(size: int, run: int) -> None:
     assert graph.captured_steps == tuple(n for n in (16, 8, 4) if n != size)
     with pw.batch(uniform=True):
         works(compiled, whole, (4, 8, 16))
-    assert fallbacks(pw.report(compiled))[FallbackReason.CAPTURE_ERROR] == 1, "in warm-up"
+    assert FallbackReason.CAPTURE_ERROR not in fallbacks(pw.report(compiled)), "pieces serve"
 
 
 def test_memory_ends_in_a_step_without_graphs() -> None:
