@@ -16,7 +16,7 @@ from piecewise_backend import _torch
 from piecewise_backend.batch import FallbackReason
 from piecewise_backend.config import Config
 from piecewise_backend.costs import cost_table
-from piecewise_backend.current_batch import current
+from piecewise_backend.current_batch import facts_now
 from piecewise_backend.errors import ContractError
 from piecewise_backend.eviction import Evicted, evict_idle
 from piecewise_backend.handles import scope_of, session_of, traced_of
@@ -194,7 +194,7 @@ def _buffers(runtime: Runtime, num_tokens: int) -> dict[str, torch.Tensor]:
     """Empty if there are no graphs for so many tokens."""
     token_dim, captures = runtime.graph.token_dim, runtime.captures
     sizes = token_dim.padded((0,) * len(token_dim.symbols), num_tokens)
-    decision = runtime.dispatcher.decide(sizes, current.get())
+    decision = runtime.dispatcher.decide(sizes, facts_now())
     if isinstance(decision, FallbackReason):
         return {}
     for target in decision:

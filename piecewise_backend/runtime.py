@@ -22,7 +22,7 @@ from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.config import Config
 from piecewise_backend.costs import MemoryUse
 from piecewise_backend.counters import CompilationCounter
-from piecewise_backend.current_batch import current
+from piecewise_backend.current_batch import facts_now, stack_now
 from piecewise_backend.dispatch import STATIC_SIZE, Decision, Dispatcher, LeftOut, Target
 from piecewise_backend.dump import GraphDump
 from piecewise_backend.errors import CaptureError
@@ -103,11 +103,11 @@ class Runtime:
 
     def _make_run(self) -> Callable[[list[Any]], Any]:
         """Serve one call whose turn it is; the hot path."""
-        key_of, facts_of_call, slow = self.key_of, current.get, self._slow
+        key_of, slow = self.key_of, self._slow
 
         def run(args: list[Any]) -> Any:
-            key, facts = key_of(args), facts_of_call()
-            ready = self.captures.prepared.get(key if facts is None else (facts, key))
+            key, stated = key_of(args), stack_now()
+            ready = self.captures.prepared.get(key if stated is None else (stated[0], key))
             if ready is None:
                 return slow(args)
             plan, rows, tally = ready
@@ -130,13 +130,13 @@ class Runtime:
     def _slow(self, args: Args) -> Any:
         sizes = self.graph.token_dim.read(args)
         decision: Decision | None = self._session.reason_without_graphs
-        decision = decision or self.dispatcher.decide(sizes, current.get())
+        decision = decision or self.dispatcher.decide(sizes, facts_now())
         if isinstance(decision, FallbackReason):
             return self._fall_back(args, sizes, decision)
         if (mode := self._session.capturing) is not None:  # warm-up captures one after the other
             wanted = tuple(target for target in decision if target.mode is mode)
             if not wanted:
-                key, reason = self.dispatcher.not_whole(sizes, current.get())
+                key, reason = self.dispatcher.not_whole(sizes, facts_now())
                 self.captures.failed_steps[key] = reason
                 return self._without_graphs.run(args, sizes)
             decision = wanted
@@ -181,7 +181,7 @@ class Runtime:
         if not self._session.is_serving():
             return result
         tally = self.statistics.tally(target.mode, target.size, self.dispatcher.num_tokens(sizes))
-        key, facts = self.graph.token_dim.key_of(sizes), current.get()
+        key, facts = self.graph.token_dim.key_of(sizes), facts_now()
         if not self._session.rebuilding:
             ready = (captured.plan.function, rows, tally)
             prepared[key if facts is None else (facts, key)] = ready
@@ -248,7 +248,7 @@ class Runtime:
         table = self.dispatcher.tables[target.mode]
         try:
             if target.mode is CUDAGraphMode.FULL:
-                descriptor = self.dispatcher.descriptor(target, current.get())
+                descriptor = self.dispatcher.descriptor(target, facts_now())
                 captured = self.captures.capture_step(descriptor, args, sizes, table)
             else:
                 captured = self.captures.capture(target.size, args, sizes, table)
