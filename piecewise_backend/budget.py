@@ -24,7 +24,8 @@ from piecewise_backend.costs import MIB, MemoryUse, mib
 from piecewise_backend.errors import ConfigError
 from piecewise_backend.grid import within_budget
 
-_CHUNK = 2 * MIB
+CHUNK = 2 * MIB
+"""In which a device gives its memory out."""
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -89,7 +90,7 @@ class Estimate:
         """
         of_first, of_second = first.driver_bytes, second.driver_bytes
         each = of_second
-        if abs(of_first - of_second) <= _CHUNK:
+        if abs(of_first - of_second) <= CHUNK:
             each = (of_first + of_second) // 2
         return cls(mode, first.num_bytes, second.num_bytes, max(each, 0), num_sizes)
 

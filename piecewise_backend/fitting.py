@@ -11,7 +11,7 @@ import logging
 from collections.abc import Collection
 
 from piecewise_backend.batch import CUDAGraphMode, FallbackReason
-from piecewise_backend.budget import Estimate, sizes_that_fit
+from piecewise_backend.budget import CHUNK, Estimate, sizes_that_fit
 from piecewise_backend.costs import mib
 from piecewise_backend.dispatch import LeftOut
 from piecewise_backend.grid import within_budget
@@ -50,11 +50,12 @@ def fit(runtime: Runtime, mode: CUDAGraphMode) -> None:
 
 
 def _room(runtime: Runtime) -> int:
-    """Bytes that further graphs may take."""
-    limit = runtime.captures.memory_limit
-    if limit is None:
+    """Bytes that further graphs may take, less a chunk that the last of them may take too much."""
+    captures = runtime.captures
+    if captures.memory_limit is None:
         return 2**63
-    return max(limit - runtime.captures.bytes_in_use, 0)
+    spare = CHUNK if captures.memory_use.device_bytes is not None else 0
+    return max(captures.memory_limit - captures.bytes_in_use - spare, 0)
 
 
 def _keep(

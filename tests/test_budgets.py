@@ -19,7 +19,7 @@ from tqdm import tqdm
 import piecewise_backend as pw
 from piecewise_backend import captures
 from piecewise_backend.batch import CUDAGraphMode, FallbackReason
-from piecewise_backend.budget import Estimate, memory_limit, sizes_that_fit
+from piecewise_backend.budget import CHUNK, Estimate, memory_limit, sizes_that_fit
 from piecewise_backend.costs import MIB, NOTHING, CaptureCost, MemoryUse, cost_table
 from piecewise_backend.graphs import EmulatedGraphPool
 from piecewise_backend.grid import within_budget
@@ -263,7 +263,7 @@ def test_sizes_over_the_budget_are_left_out(
 ) -> None:
     """Those that `max_graphs` would leave out; batches go to the next larger size."""
     driver = Driver(monkeypatch, keeps=driver_keeps)
-    limit = 4 * 3 * MIB + 2**19  # of 8 sizes 4 fit
+    limit = 4 * 3 * MIB + CHUNK + 2**19  # of 8 sizes 4 fit
     compiled = compile(toy, cudagraph_capture_sizes=GRID, max_graph_memory=limit)
     report = pw.warmup(compiled, of_rows())
     graph = report.graphs[0]
@@ -274,7 +274,7 @@ def test_sizes_over_the_budget_are_left_out(
     assert graph.estimates["piecewise"].num_sizes == 4
     assert graph.left_out.keys() == {("piecewise", n) for n in GRID if n not in kept}
     text = graph.left_out["piecewise", 2]
-    assert text.startswith("max_graph_memory is 12.5 MiB, and piecewise graphs would take about 24")
+    assert text.startswith("max_graph_memory is 14.5 MiB, and piecewise graphs would take about 24")
     assert "raise it, or name fewer cudagraph_capture_sizes" in text
     assert f"no piecewise graphs at 2: {text}" in str(report)
     with pw.compilation_counter.expect():
@@ -287,10 +287,12 @@ def test_sizes_over_the_budget_are_left_out(
 def test_a_batch_for_which_no_size_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     Driver(monkeypatch)
     sizes = [1, 100, 200, 400]
-    compiled = compile(toy, cudagraph_capture_sizes=sizes, max_graph_memory=3 * 3 * MIB + 2**19)
+    compiled = compile(
+        toy, cudagraph_capture_sizes=sizes, max_graph_memory=3 * 3 * MIB + CHUNK + 2**19
+    )
     pw.warmup(compiled, of_rows())
     assert pw.report(compiled).graphs[0].captured_sizes == (400, 200, 1)
-    with pytest.warns(RuntimeWarning, match=r"leaves no room .*max_graph_memory is 9.5 MiB"):
+    with pytest.warns(RuntimeWarning, match=r"leaves no room .*max_graph_memory is 11.5 MiB"):
         same(compiled(rows(90)), toy(rows(90)), "90 tokens")
     with quiet():
         same(compiled(rows(60)), toy(rows(60)), "60 tokens")
@@ -355,7 +357,7 @@ def test_pieces_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole steps get what is left."""
     declare("always")
     Driver(monkeypatch)
-    limit = len(GRID) * 3 * MIB + int(3.5 * MIB)
+    limit = len(GRID) * 3 * MIB + CHUNK + int(3.5 * MIB)
     compiled = compile(toy, cudagraph_capture_sizes=GRID, max_graph_memory=limit)
     graph = pw.warmup(compiled, of_rows()).graphs[0]
     assert graph.captured_sizes == tuple(GRID[::-1])
@@ -379,7 +381,7 @@ def test_a_budget_without_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_warm_up_again_keeps_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(monkeypatch)
-    limit = 4 * 3 * MIB + 2**19
+    limit = 4 * 3 * MIB + CHUNK + 2**19
     model = pw.compile(
         toy, compiler="eager", graph_impl="emulated", cudagraph_capture_sizes=GRID,
         splitting_ops=list(SPLIT_OPS), max_graph_memory=limit,
