@@ -28,7 +28,7 @@ from benchmarks.step_time import NO_CUDA, add_torch_compile, check_results
 from benchmarks.workload import SHAPES, TINY_SHAPES, Workload
 from examples.engine import ModelInputs
 from piecewise_backend.batch import CUDAGraphMode
-from piecewise_backend.current_batch import current
+from piecewise_backend.current_batch import stack_now
 
 MODES = ("none", "piecewise", "full", "full_and_piecewise")
 BATCHES = (1, 8, 64)
@@ -141,7 +141,7 @@ def dispatch_cost(ours: Ours, inputs: ModelInputs) -> float:
 
     def once() -> Any:
         with pw.batch(uniform=True):
-            return prepared.get((current.get(), key_of(args)))
+            return prepared.get((stack_now()[0], key_of(args)))
 
     with pw.batch(uniform=True):
         ours.compiled(*inputs)

@@ -4,6 +4,7 @@
 """
 
 from piecewise_backend.api import (
+    evict,
     metrics,
     rebind,
     report,
@@ -54,6 +55,7 @@ __all__ = [
     "compilation_counter",
     "compile",
     "default_capture_sizes",
+    "evict",
     "metrics",
     "prometheus_text",
     "rebind",

@@ -6,25 +6,28 @@ In:  what `torch.compile(..., backend="piecewise")` or `module.compile(...)` ret
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from piecewise_backend import _torch
-from piecewise_backend.batch import BatchDescriptor, CUDAGraphMode
+from piecewise_backend.batch import FallbackReason
 from piecewise_backend.config import Config
-from piecewise_backend.current_batch import stated
+from piecewise_backend.costs import cost_table
+from piecewise_backend.current_batch import facts_now
 from piecewise_backend.errors import ContractError
-from piecewise_backend.graphs import collector_paused
+from piecewise_backend.eviction import Evicted, evict_idle
+from piecewise_backend.handles import scope_of, session_of, traced_of
 from piecewise_backend.metrics import Metrics
 from piecewise_backend.past_dynamo import send_past_dynamo
 from piecewise_backend.report import Report, report_session
+from piecewise_backend.runtime import Runtime
 from piecewise_backend.session import Session, WarmupState
+from piecewise_backend.start_up import MakeInputs, warm_up
 
-MakeInputs = Callable[[BatchDescriptor], Any]
+log = logging.getLogger(__name__)
 
 
 def warmup(
@@ -55,55 +58,33 @@ def warmup(
         What was compiled and captured.
 
     Raises:
-        ContractError: not compiled with this backend, or `make_inputs` returns something else
-            than arguments, or other arguments for another size.
+        ContractError: not compiled with this backend, a warm-up of the model is under way, or
+            `make_inputs` returns something else than arguments, or other arguments for another
+            size.
     """
-    scope = _scope(compiled)
+    return _warm_up(compiled, make_inputs, seal, verify, stays_off=False)
+
+
+def _warm_up(
+    compiled: Callable[..., Any], make_inputs: MakeInputs, seal: bool, verify: bool, stays_off: bool
+) -> Report:
+    scope = scope_of(compiled)
     config = Config.from_options(scope.kwargs.get("options"), scope.kwargs.get("mode"))
     sizes = sorted(config.cudagraph_capture_sizes, reverse=True)
-    if not _session(compiled).are_graphs_on:
+    own, serving = Session.of(scope), session_of(compiled)
+    if not serving.are_graphs_on:
         raise ContractError("graphs are switched off; call pw.switch_graphs(model, True) first")
-    session = _trace(compiled, make_inputs, sizes)
-    for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
-        with session.phase(capturing=mode), collector_paused():
-            _capture(compiled, make_inputs, session, mode)
-        if verify:
-            with session.phase(capturing=mode, verifying=True), _nothing_unverified(session):
-                _run_all(compiled, make_inputs, session.trials(mode))
-    session.state = WarmupState.GRAPH_CAPTURED
-    for each in (Session.of(scope), session):
-        each.make_inputs = make_inputs
-    if seal:
-        _seal(compiled)
+    with contextlib.ExitStack() as stack:
+        for each in dict.fromkeys((own, serving)):
+            stack.enter_context(each.rebuild(stays_off=stays_off))
+        session = warm_up(compiled, make_inputs, sizes, verify)
+        for each in (own, session):
+            each.make_inputs = make_inputs
+        if seal:
+            _seal(compiled)
+    costs = [cost for runtime in session.runtimes for cost in runtime.captures.costs.values()]
+    log.info("captures:\n%s", cost_table(costs))
     return report(compiled)
-
-
-@contextlib.contextmanager
-def _nothing_unverified(session: Session) -> Iterator[None]:
-    """An error in the middle of comparing leaves no graph that was not compared."""
-    try:
-        yield
-    except BaseException:
-        session.drop_captures()
-        raise
-
-
-def _capture(
-    compiled: Callable[..., Any], make_inputs: MakeInputs, session: Session, mode: CUDAGraphMode
-) -> None:
-    wanted = session.wanted(mode)
-    # A second round finds something to do only if module state moved between two sizes.
-    _run_all(compiled, make_inputs, wanted)
-    _run_all(compiled, make_inputs, [d for d in wanted if not session.has_captured(mode, d)])
-
-
-def _run_all(
-    compiled: Callable[..., Any], make_inputs: MakeInputs, batches: list[BatchDescriptor]
-) -> None:
-    for descriptor in batches:
-        args, kwargs = _inputs(make_inputs, descriptor)
-        with stated(descriptor):
-            compiled(*args, **kwargs)
 
 
 def seal(compiled: Callable[..., Any]) -> None:
@@ -116,29 +97,34 @@ def seal(compiled: Callable[..., Any]) -> None:
 
 
 def rebind(compiled: Callable[..., Any]) -> Report:
-    """Accept that weights, buffers or caches were replaced: capture every size anew.
+    """Accept that weights, buffers, adapters or caches were replaced: capture every size anew.
+
+    Calls of other threads are served meanwhile, as are those that `make_inputs` makes: on the new
+    values, without graphs, counted with the reason `REBUILDING`. After an error it stays at that,
+    until a `rebind` or `warmup` succeeds.
 
     Raises:
         ContractError: there was no warm-up whose inputs could be used again.
+        Exception: what warm-up raises.
     """
-    session = _session(compiled)
+    session = session_of(compiled)
     if session.make_inputs is None:
         raise ContractError("nothing was warmed up; call warmup(make_inputs), which captures anew")
-    return warmup(compiled, session.make_inputs, seal=session.is_sealed)
+    return _warm_up(compiled, session.make_inputs, session.is_sealed, verify=True, stays_off=True)
 
 
 def _seal(compiled: Callable[..., Any]) -> None:
-    own, serving = Session.of(_scope(compiled)), _session(compiled)
+    own, serving = Session.of(scope_of(compiled)), session_of(compiled)
     own.seal()
     serving.seal()
     serving.state = WarmupState.READY
-    if _traced(compiled) is compiled:
+    if traced_of(compiled) is compiled:
         send_past_dynamo(compiled, own, serving)
 
 
 def report(compiled: Callable[..., Any]) -> Report:
     """What was compiled, captured, replayed, and every fallback with its reason."""
-    return report_session(_session(compiled), Session.of(_scope(compiled)).guards_kept)
+    return report_session(session_of(compiled), Session.of(scope_of(compiled)).guards_kept)
 
 
 def metrics(compiled: Callable[..., Any], labels: Mapping[str, str] | None = None) -> Metrics:
@@ -150,7 +136,28 @@ def metrics(compiled: Callable[..., Any], labels: Mapping[str, str] | None = Non
     Raises:
         ConfigError: another label.
     """
-    return Metrics.of((runtime.statistics for runtime in _session(compiled).runtimes), labels)
+    return Metrics.of((runtime.statistics for runtime in session_of(compiled).runtimes), labels)
+
+
+def evict(compiled: Callable[..., Any]) -> Evicted:
+    """Give up the graphs of every size that served no call since warm-up or the last `evict`.
+
+    Each mode has sizes of its own: one may be in use for whole steps and idle in pieces. Batches
+    of an evicted size are padded to the next larger size that is left, or run without graphs, with
+    the reason that it was evicted, until `pw.warmup` or `pw.rebind` captures it again. This waits
+    for a call that is running and for the device, and empties the cache of torch's allocator.
+
+    Graphs of one pool share its memory, which stays for as long as one of them does. What comes
+    back is what the driver held for the nodes of the graphs, as far as it gives that to the device:
+    an H200's keeps it for graphs to come (tests/gpu/test_budgets.py).
+
+    Returns:
+        The sizes by mode, and the bytes that came back.
+
+    Raises:
+        ContractError: not compiled with this backend, or called from inside of a call.
+    """
+    return evict_idle(session_of(compiled).runtimes)
 
 
 def switch_graphs(compiled: Callable[..., Any], on: bool) -> None:
@@ -162,39 +169,8 @@ def switch_graphs(compiled: Callable[..., Any], on: bool) -> None:
     Args:
         on: False counts every call as a fallback, with the reason that graphs are switched off.
     """
-    for session in (Session.of(_scope(compiled)), _session(compiled)):
+    for session in (Session.of(scope_of(compiled)), session_of(compiled)):
         session.switch_graphs(on)
-
-
-def _trace(compiled: Callable[..., Any], make_inputs: MakeInputs, sizes: list[int]) -> Session:
-    """Run the model once at the largest size, so that one trace serves every size."""
-    own, serving = Session.of(_scope(compiled)), _session(compiled)
-    own.unseal()
-    serving.unseal()
-    args, kwargs = _inputs(make_inputs, BatchDescriptor(num_tokens=sizes[0]))
-    other = sizes[1] if len(sizes) > 1 else (sizes[0] - 1 or 2)
-    _mark_varying(
-        _tensors(args, kwargs), _tensors(*_inputs(make_inputs, BatchDescriptor(num_tokens=other)))
-    )
-    with own.phase(tracing=True), serving.phase(tracing=True), _torch.one_trace_for_all_sizes():
-        compiled(*args, **kwargs)
-    session = _session(compiled)
-    if not session.runtimes:
-        raise ContractError(
-            f"a call of {type(compiled).__name__} did not reach the piecewise backend; compile "
-            "with backend='piecewise', and see that torch.compile is not switched off"
-        )
-    session.state = WarmupState.EAGER_WARMED
-    return session
-
-
-def _session(compiled: Callable[..., Any]) -> Session:
-    """The session that has the traces which serve `compiled`."""
-    scope = _scope(compiled)
-    sessions = [Session.of(scope)]
-    if not sessions[0].runtimes:
-        sessions += map(Session.of, _torch.scopes_with_traces(_traced(compiled), scope))
-    return next((session for session in sessions if session.runtimes), sessions[0])
 
 
 def static_inputs(compiled: Callable[..., Any], num_tokens: int) -> dict[str, torch.Tensor]:
@@ -208,70 +184,21 @@ def static_inputs(compiled: Callable[..., Any], num_tokens: int) -> dict[str, to
     Raises:
         ContractError: no graphs serve so many tokens.
     """
-    for runtime in Session.of(_scope(compiled)).runtimes:
-        if buffers := runtime.static_inputs(num_tokens):
+    for runtime in Session.of(scope_of(compiled)).runtimes:
+        if buffers := _buffers(runtime, num_tokens):
             return buffers
     raise ContractError(f"no graphs serve {num_tokens} tokens; warm up with a size that does")
 
 
-def _traced(compiled: object) -> object:
-    """What `torch.compile` returned, also from inside of what `pw.compile` did."""
-    inner = getattr(type(compiled), "piecewise", None)  # an instance of a compiled class
-    compiled = compiled.piecewise if isinstance(inner, property) else compiled  # type: ignore[attr-defined]
-    return getattr(compiled, "__dict__", {}).get("traced", compiled)
-
-
-def _scope(compiled: object) -> _torch.CompileScope:
-    scope = _torch.scope_of(_traced(compiled))
-    if scope is None:
-        raise ContractError(
-            f"{type(compiled).__name__} is not compiled; pass what torch.compile(..., "
-            "backend='piecewise') returned, or a module after module.compile(...)"
-        )
-    return scope
-
-
-def _inputs(
-    make_inputs: MakeInputs, descriptor: BatchDescriptor
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    made = make_inputs(descriptor)
-    if isinstance(made, torch.Tensor):
-        return (made,), {}
-    is_pair = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], dict)
-    if is_pair and isinstance(made[0], tuple | list):
-        return tuple(made[0]), dict(made[1])
-    if not isinstance(made, tuple | list):
-        raise ContractError(
-            f"make_inputs returned {type(made).__name__}; return a tuple of arguments, "
-            "or (args, kwargs)"
-        )
-    return tuple(made), {}
-
-
-def _tensors(args: Iterable[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for leaf in pytree.tree_leaves((args, kwargs)):
-        if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            found += _tensors([getattr(leaf, f.name) for f in dataclasses.fields(leaf)], {})
-    return found
-
-
-def _mark_varying(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> None:
-    """Tell Dynamo which dimensions differ between two sizes, so that it traces once."""
-    ranks, other_ranks = ([tensor.dim() for tensor in each] for each in (tensors, others))
-    if ranks != other_ranks:
-        raise ContractError(
-            f"make_inputs returned tensors of rank {ranks} for one size and {other_ranks} for "
-            "another; return the same arguments for every size"
-        )
-    if tensors and all(a.shape == b.shape for a, b in zip(tensors, others, strict=True)):
-        raise ContractError(
-            f"make_inputs returned the same shapes, {[tuple(t.shape) for t in tensors]}, for two "
-            "sizes; return descriptor.num_tokens tokens"
-        )
-    for tensor, other in zip(tensors, others, strict=True):
-        for dim, (size, other_size) in enumerate(zip(tensor.shape, other.shape, strict=True)):
-            if size != other_size:
-                torch._dynamo.maybe_mark_dynamic(tensor, dim)
+def _buffers(runtime: Runtime, num_tokens: int) -> dict[str, torch.Tensor]:
+    """Empty if there are no graphs for so many tokens."""
+    token_dim, captures = runtime.graph.token_dim, runtime.captures
+    sizes = token_dim.padded((0,) * len(token_dim.symbols), num_tokens)
+    decision = runtime.dispatcher.decide(sizes, facts_now())
+    if isinstance(decision, FallbackReason):
+        return {}
+    for target in decision:
+        if captures.find(target.mode, target.size, target.num_active_loras):
+            with _torch.ordinary_tensors():
+                return captures.buffers(token_dim.padded(sizes, target.size), sizes)
+    return {}

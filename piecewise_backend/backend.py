@@ -21,6 +21,7 @@ from piecewise_backend.config import Config
 from piecewise_backend.counters import CompilationCounter, compilation_counter
 from piecewise_backend.dump import GraphDump
 from piecewise_backend.errors import ConfigError, ContractError
+from piecewise_backend.graphs import collector_paused
 from piecewise_backend.passes import (
     PassList,
     PassRecord,
@@ -74,7 +75,9 @@ def piecewise(
         num_piecewise_capturable_graphs_seen=len(split.pieces),
     )
     compiler = _make_compiler(config, counters, passes, dump)
-    compiled = compile_graph(split, example_inputs, compiler, graph_passes)
+    # Compiling makes objects by the million, and few cycles that are worth looking for.
+    with collector_paused(collects_first=False):
+        compiled = compile_graph(split, example_inputs, compiler, graph_passes)
     passes.require_matches(compiled)
     dump.write_graph(split, compiled.instances)
     log.info(

@@ -83,6 +83,9 @@ class FallbackReason(enum.Enum):
     OVERLAPPING_INPUTS = "an input shares memory with one that the model writes"
     CAPTURE_ERROR = "capturing this size failed"
     NESTED_CALL = "the model called itself while a step of it was running"
+    OVER_BUDGET = "max_graph_memory leaves no room for graphs of this size"
+    EVICTED = "the graphs of this size were evicted; pw.warmup captures them again"
+    REBUILDING = "rebuilding: graphs are being captured anew, or that failed"
     ASSUMPTION = "the size violates what a piece was compiled for, and it runs as traced"
 
 
@@ -134,6 +137,7 @@ class PaddingTable:
 
     def __init__(self, sizes: Sequence[int], max_padding_factor: float) -> None:
         self.sizes = tuple(sorted(set(sizes)))
+        self.max_padding_factor = max_padding_factor
         self.largest = self.sizes[-1] if self.sizes else 0
         self._table: list[int | FallbackReason] = [FallbackReason.EMPTY_BATCH]
         below = 0

@@ -184,6 +184,8 @@ class _Capture:
             return f"piece {instance.piece.index}: {fault}"
         try:
             fault = find_padding_fault(self._padded_call(position, inputs), is_thorough=is_new)
+        except torch.OutOfMemoryError:  # says nothing of padding
+            raise
         except Exception as error:  # such as a count that the model does not accept
             fault = f"trying padding failed: {error}"
         if fault is None:

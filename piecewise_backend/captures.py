@@ -7,11 +7,10 @@ Knows nothing of dispatch.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -22,15 +21,22 @@ from piecewise_backend.buffers import Arena
 from piecewise_backend.capture import capture_size
 from piecewise_backend.capture_request import CapturedSize, CaptureRequest
 from piecewise_backend.capture_step import capture_step
+from piecewise_backend.captured_sizes import CapturedSizes, Key
 from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.compiler import Call
 from piecewise_backend.config import Config
+from piecewise_backend.costs import CaptureCost, MemoryUse, mib
 from piecewise_backend.errors import CaptureError
 from piecewise_backend.graphs import GraphPool, collector_paused, one_capture
-from piecewise_backend.pools import TrialPool, pool_maker
+from piecewise_backend.pools import (
+    TrialPool,
+    empty_cache,
+    memory_limit_of,
+    meter_of,
+    pool_maker,
+)
 from piecewise_backend.sizes import Sizes
 from piecewise_backend.static_inputs import StaticInputs
-from piecewise_backend.statistics import Tally
 
 OF_ANOTHER_INSTANCE = (
     "the call is of another instance of the model, or of one whose weights or caches were replaced"
@@ -38,7 +44,7 @@ OF_ANOTHER_INSTANCE = (
 """Why captures that exist do not serve a call of a sealed model."""
 
 
-class Captures:
+class Captures(CapturedSizes):
     """Captures sizes on demand into one pool, over one set of static buffers.
 
     They belong to the parameters that they read in place: to one instance of a model. When all
@@ -57,17 +63,7 @@ class Captures:
         self.graph = graph
         self.config = config
         self.mode = mode
-        self.sizes: dict[int, CapturedSize] = {}
-        """Captured piece by piece."""
-        self.steps: dict[tuple[int, int], CapturedSize] = {}
-        """Captured as whole steps, by size and number of adapters."""
-        self.prepared: dict[Any, tuple[Callable[..., Any], tuple[Any, ...], Tally]] = {}
-        """By symbol values, and facts if some are stated: a plan, the views that it needs for
-        them, and where its replays are counted."""
-        self.failed: dict[int, str] = {}
-        """Sizes whose capture failed, with the error; tried again after the next warm-up."""
-        self.failed_steps: dict[tuple[int, int], str] = {}
-        """The same of whole steps."""
+        super().__init__()
         self.hits: dict[int, int] = {}
         """Calls at each size before its capture."""
         self.seconds = 0.0
@@ -75,6 +71,9 @@ class Captures:
         self._largest = largest
         self._has_steps = CUDAGraphMode.FULL in (mode.for_decode, mode.for_mixed)
         self._make_pool = pool_maker(graph.device, config)
+        self._meter = meter_of(graph.device, config)
+        self.memory_limit = memory_limit_of(graph.device, config)
+        """Most bytes that the captures may take."""
         # Made with the first capture: this object may be made, and cleared, while the collector
         # runs in the middle of a capture of somebody else's.
         self._pool: GraphPool | None = None
@@ -98,14 +97,11 @@ class Captures:
         Raises:
             CaptureError: a piece cannot be recorded; the size is noted as failed, others stay.
         """
-        with self._timed(args):
-            try:
-                captured = capture_size(self._request(size, args, sizes, table))
-            except CaptureError as error:
-                self.failed[size] = str(error)
-                raise
-        self.sizes[size] = captured
-        return captured
+        return self._keep(
+            (CUDAGraphMode.PIECEWISE, size, 0),
+            args,
+            lambda: capture_size(self._request(size, args, sizes, table)),
+        )
 
     def capture_step(
         self, descriptor: BatchDescriptor, args: Sequence[Any], sizes: Sizes, table: PaddingTable
@@ -120,20 +116,80 @@ class Captures:
             CaptureError: it cannot be recorded; it is noted as failed, others stay.
         """
         size = descriptor.num_tokens if self.graph.token_dim.tokens else 0
-        key = (size, descriptor.num_active_loras)
-        with self._timed(args):
+
+        def run() -> CapturedSize:
+            if (pieces := self.sizes.get(size)) is not None:
+                fault = pieces.padding_fault
+            else:
+                fault = self._padding_fault(self._request(size, args, sizes, table))
+            whole = self._request(size, args, sizes, table, self.graph.as_whole_step())
+            return capture_step(whole, descriptor, fault)
+
+        return self._keep((CUDAGraphMode.FULL, size, descriptor.num_active_loras), args, run)
+
+    def _keep(
+        self, key: Key, args: Sequence[Any], capture: Callable[[], CapturedSize]
+    ) -> CapturedSize:
+        """Capture, measure what it takes, and keep it, or the error."""
+        if self.bound.moved(args):
+            self.forget(args)
+        with one_capture, collector_paused():
+            before = self._memory_use()
+            started = time.perf_counter()
             try:
-                if (pieces := self.sizes.get(size)) is not None:
-                    fault = pieces.padding_fault
-                else:
-                    fault = self._padding_fault(self._request(size, args, sizes, table))
-                whole = self._request(size, args, sizes, table, self.graph.as_whole_step())
-                captured = capture_step(whole, descriptor, fault)
+                captured = capture()
             except CaptureError as error:
-                self.failed_steps[key] = str(error)
+                self.fail(*key, str(error))
                 raise
-        self.steps[key] = captured
-        return captured
+            except torch.OutOfMemoryError as error:
+                text = f"no memory for the buffers of this size: {error}"
+                self.fail(*key, text)
+                raise CaptureError(text) from error
+            seconds = time.perf_counter() - started
+            growth = self._memory_use() - before
+        self.seconds += seconds
+        self.keep(captured, CaptureCost(*key, captured.num_graphs, seconds, growth))
+        del captured  # nobody else holds it, should it be given up
+        self._require_room(key, growth)
+        kept = self.find(*key)
+        assert kept is not None
+        return kept
+
+    def _require_room(self, key: Key, growth: MemoryUse) -> None:
+        """Give the last capture up if it is over the budget."""
+        used, limit = self.bytes_in_use, self.memory_limit
+        if limit is None or used <= limit:
+            return
+        self.give_up(key[0], [key[1]])
+        error = (
+            f"max_graph_memory is {mib(limit)} MiB, and with {mib(growth.num_bytes)} MiB for this "
+            f"size graphs would take {mib(used)} MiB; raise it, or name smaller sizes"
+        )
+        self.fail(*key, error)
+        raise CaptureError(error)
+
+    def give_up(self, mode: CUDAGraphMode, sizes: Collection[int]) -> MemoryUse:
+        """Drop the graphs of some sizes, and all that nothing needs any more.
+
+        Graphs share their pool, which lasts as long as one of them does.
+
+        Returns:
+            The memory that came back.
+        """
+        with one_capture:
+            before = self._memory_use()
+            held = self.remove(mode, sizes)
+            if not self.costs:
+                self._release_pool()
+            empty_cache(self.graph.device)
+            freed = before - self._memory_use()
+        self.memory_use -= freed
+        self.reusable_bytes += max(held - freed.driver_bytes, 0)
+        return freed
+
+    def _memory_use(self) -> MemoryUse:
+        pool_bytes = self._pool.num_arena_bytes if self._pool is not None else 0
+        return self._meter(self._arena.num_bytes + pool_bytes)
 
     def _padding_fault(self, request: CaptureRequest) -> str | None:
         """Padding is tried piece by piece: at the capture of pieces, or on imitated graphs."""
@@ -142,48 +198,11 @@ class Captures:
         trial = dataclasses.replace(request, pool=TrialPool(self.graph.device, request.pool))
         return capture_size(trial).padding_fault
 
-    @contextlib.contextmanager
-    def _timed(self, args: Sequence[Any]) -> Iterator[None]:
-        started = time.perf_counter()
-        if self.bound.moved(args):
-            self.forget(args)
-        with one_capture, collector_paused():
-            yield
-        self.prepared.clear()  # there may be better graphs for a batch now
-        self.seconds += time.perf_counter() - started
-
-    def find(self, mode: CUDAGraphMode, size: int, num_active_loras: int) -> CapturedSize | None:
-        """What was captured in a mode at a size."""
-        if mode is CUDAGraphMode.FULL:
-            return self.steps.get((size, num_active_loras))
-        return self.sizes.get(size)
-
-    def error_of(self, mode: CUDAGraphMode, size: int, num_active_loras: int) -> str | None:
-        """Why there is no such capture, if it failed."""
-        if mode is CUDAGraphMode.FULL:
-            return self.failed_steps.get((size, num_active_loras))
-        return self.failed.get(size)
-
     def has(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> bool:
         """It is captured, or is known not to be possible."""
         size = descriptor.num_tokens if self.graph.token_dim.tokens else 0
         key = (mode, size, descriptor.num_active_loras)
         return self.find(*key) is not None or bool(self.error_of(*key))
-
-    def disable(
-        self, mode: CUDAGraphMode, size: int, num_active_loras: int, fault: str, is_padded: bool
-    ) -> None:
-        """Serve nothing from a capture any more; or, if padding is the fault, nothing padded."""
-        captures: dict[Any, CapturedSize] = self.sizes
-        failed: dict[Any, str] = self.failed
-        key: Any = size
-        if mode is CUDAGraphMode.FULL:
-            captures, failed, key = self.steps, self.failed_steps, (size, num_active_loras)
-        if is_padded:
-            captures[key] = dataclasses.replace(captures[key], padding_fault=fault)
-        else:
-            del captures[key]
-            failed[key] = fault
 
     def buffers(self, padded: Sizes, sizes: Sizes) -> dict[str, torch.Tensor]:
         """What graphs read the copied arguments from: the rows of a batch, by argument."""
@@ -206,8 +225,7 @@ class Captures:
         moved = self.bound.moved(args)
         self.bound.note_moves(moved)
         if self.sizes and self.bound.by_pieces.isdisjoint(moved):
-            self.steps.clear()
-            self.prepared.clear()
+            self.clear_steps()
             self._bind(args, self.bound.positions)
             return
         self.drop()
@@ -219,12 +237,11 @@ class Captures:
 
     def drop(self) -> None:
         """Give up all graphs and their memory."""
-        self.sizes.clear()
-        self.steps.clear()
-        self.prepared.clear()
-        self.failed.clear()
-        self.failed_steps.clear()
+        self.clear()
         self.hits.clear()
+        self._release_pool()
+
+    def _release_pool(self) -> None:
         self._static_inputs = None
         self._arena = Arena(self.graph.device)
         self._pool = None  # one whose last graph is gone takes no other
@@ -239,8 +256,7 @@ class Captures:
             if captures.bound.by_pieces:
                 captures.drop()
             else:  # pieces read nothing in place
-                captures.steps.clear()
-                captures.prepared.clear()
+                captures.clear_steps()
 
         self.bound.bind(args, positions, on_death)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from piecewise_backend import option_checks
 from piecewise_backend.batch import CUDAGraphMode, default_capture_sizes
+from piecewise_backend.budget import memory_limit
 from piecewise_backend.errors import ConfigError
 from piecewise_backend.grid import divisible_by
 from piecewise_backend.passes import Pass, passes_for
@@ -84,6 +85,11 @@ class Config:
     """Most graphs that one trace may have: pieces times sizes, and whole steps. Of too many
     sizes the smallest, the largest, and those that save most padding are kept."""
 
+    max_graph_memory: int | float | None = None
+    """Most memory that the graphs of one trace may take on the device, pools included: bytes, a
+    fraction of the device's memory between 0 and 1, or text such as "2GiB". Warm-up captures the
+    two largest sizes, estimates the rest, and chooses as `max_graphs` does. Pieces come first."""
+
     cudagraph_num_of_warmups: int = 1
     """Runs of each compiled piece before its first capture at a size, and of a whole step, split
     ops included, before its capture. Leave it above 0 if something is compiled at its first run."""
@@ -98,7 +104,8 @@ class Config:
 
     on_fallback: str = "warn"
     """"warn" once per reason when a call runs without graphs, or "raise" ContractError. Neither
-    happens where graphs are switched off or do not exist, nor before a size is captured."""
+    happens where graphs are switched off, are rebuilt or do not exist, nor before a size is
+    captured."""
 
     capture_after: int = 2
     """Without warm-up: a size is captured once it was called this often."""
@@ -237,6 +244,7 @@ _CHECKS = {
     "cudagraph_mode": option_checks.graph_mode,
     "cudagraph_capture_sizes": option_checks.capture_sizes,
     "max_padding_factor": option_checks.factor,
+    "max_graph_memory": memory_limit,
     "dump_dir": option_checks.path,
     "pass_config": option_checks.pass_config,
     "passes": option_checks.passes,

@@ -28,6 +28,12 @@ class BatchFacts:
     pad_to: int
     mode: CUDAGraphMode | None
 
+    def __enter__(self) -> None:
+        _stack.set((self, _stack.get()))
+
+    def __exit__(self, *_: object) -> None:
+        _stack.set(_stack.get()[1])
+
     def require(self, num_tokens: int, decode_query_len: int, max_loras: int) -> None:
         """The facts agree with the inputs of the call.
 
@@ -63,14 +69,29 @@ class BatchFacts:
 
 _SINGLE_MODES = (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
 
-current: ContextVar[BatchFacts | None] = ContextVar("piecewise_batch", default=None)
+_stack: ContextVar[Any] = ContextVar("piecewise_batch", default=None)
+"""What is stated, and what was before, in the same form: one object may be entered several times,
+in several threads and tasks at once."""
 
-# Not tokens kept by `batch`: one object may be entered in several threads and tasks at once.
-_outer: ContextVar[Any] = ContextVar("piecewise_outer", default=None)
-"""What was current before, and what this was then."""
+stack_now = _stack.get
+"""For the hot path: None, or a tuple that begins with the facts."""
 
 
-class batch:  # used like a function
+def facts_now() -> BatchFacts | None:
+    """What is stated of calls here, in this thread or task."""
+    stack = _stack.get()
+    return None if stack is None else stack[0]
+
+
+def batch(
+    *,
+    num_tokens: int | None = None,
+    num_reqs: int | None = None,
+    uniform: bool = False,
+    num_active_loras: int = 0,
+    pad_to: int = 0,
+    mode: CUDAGraphMode | None = None,
+) -> BatchFacts:
     """State facts about the calls inside: `with pw.batch(num_reqs=8, uniform=True): ...`.
 
     Without it the token count is read off the inputs, and the batch is taken for a mixed one.
@@ -85,36 +106,17 @@ class batch:  # used like a function
         mode: nothing better than this (NONE, PIECEWISE or FULL), because another rank has none;
             see `pw.agree` for both.
 
+    Returns:
+        A context manager, which may be kept and entered again.
+
     Raises:
         ConfigError: a value of the wrong kind.
     """
-
-    __slots__ = ("_facts",)
-
-    def __init__(
-        self,
-        *,
-        num_tokens: int | None = None,
-        num_reqs: int | None = None,
-        uniform: bool = False,
-        num_active_loras: int = 0,
-        pad_to: int = 0,
-        mode: CUDAGraphMode | None = None,
-    ) -> None:
-        try:
-            self._facts = _facts(num_tokens, num_reqs, uniform, num_active_loras, pad_to, mode)
-        except TypeError:  # what cannot be hashed is no count either
-            _require(num_tokens, num_reqs, uniform, num_active_loras, pad_to, mode)
-            raise
-
-    def __enter__(self) -> None:
-        _outer.set((current.get(), _outer.get()))
-        current.set(self._facts)
-
-    def __exit__(self, *_: object) -> None:
-        before, outer = _outer.get()
-        _outer.set(outer)
-        current.set(before)
+    try:
+        return _facts(num_tokens, num_reqs, uniform, num_active_loras, pad_to, mode)
+    except TypeError:  # what cannot be hashed is no count either
+        _require(num_tokens, num_reqs, uniform, num_active_loras, pad_to, mode)
+        raise
 
 
 def stated(descriptor: BatchDescriptor) -> contextlib.AbstractContextManager[None]:

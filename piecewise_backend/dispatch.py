@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 from piecewise_backend.batch import BatchDescriptor, CUDAGraphMode, FallbackReason, PaddingTable
 from piecewise_backend.compiled import CompiledGraph
@@ -43,6 +44,16 @@ class Target:
     """Of the batch they were captured for; pieces do not depend on it."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Why a capture size has no graphs though the options name it."""
+
+    reason: FallbackReason
+    """Of calls that it would have served."""
+    text: str
+    """What happened, with numbers."""
+
+
 Decision = tuple[Target, ...] | FallbackReason
 
 
@@ -60,6 +71,10 @@ class Dispatcher:
     """For a graph without varying dimensions: how many tokens it was traced with."""
     decode_query_len: int
     loras: tuple[int, ...]
+    grid: dict[CUDAGraphMode, PaddingTable]
+    """The tables with all sizes that the options name."""
+    left_out: dict[tuple[CUDAGraphMode, int], LeftOut] = dataclasses.field(default_factory=dict)
+    """Sizes of `grid` that `tables` lack."""
 
     @classmethod
     def of(
@@ -102,7 +117,21 @@ class Dispatcher:
             static_num_tokens,
             config.decode_query_len,
             loras,
+            tables,
         )
+
+    def without(self, mode: CUDAGraphMode, sizes: Mapping[int, LeftOut]) -> Dispatcher:
+        """The same with fewer sizes: batches are padded to those that are left."""
+        kept = [size for size in self.tables[mode].sizes if size not in sizes]
+        table = PaddingTable(kept, self.tables[mode].max_padding_factor)
+        left_out = {(mode, size): why for size, why in sizes.items()}
+        return dataclasses.replace(
+            self, tables=self.tables | {mode: table}, left_out=self.left_out | left_out
+        )
+
+    def with_all_sizes(self) -> Dispatcher:
+        """The same with nothing left out."""
+        return dataclasses.replace(self, tables=self.grid, left_out={})
 
     @property
     def largest(self) -> int:
@@ -147,12 +176,19 @@ class Dispatcher:
         loras = facts.num_active_loras if facts is not None and mode is _FULL else 0
         if self.token_dim.tokens:
             at_least = facts.pad_to if facts is not None and num_tokens else 0
-            size = self.tables[mode].lookup(max(num_tokens, at_least))
+            size = self._lookup(mode, max(num_tokens, at_least))
         else:
             size = self._static_size(self.tables[mode].largest)
         if isinstance(size, FallbackReason):
             return size
         return Target(mode, size, lora_case_of(loras, self.loras))
+
+    def _lookup(self, mode: CUDAGraphMode, num_tokens: int) -> int | FallbackReason:
+        size = self.tables[mode].lookup(num_tokens)
+        if isinstance(size, int):
+            return size
+        wanted = self.grid[mode].lookup(num_tokens)
+        return self.left_out[mode, wanted].reason if isinstance(wanted, int) else wanted
 
     def _static_size(self, largest: int) -> int | FallbackReason:
         if self.static_num_tokens == 0:
@@ -226,6 +262,9 @@ class Dispatcher:
             return f"largest size: {self.largest}; add larger ones to cudagraph_capture_sizes"
         if reason is FallbackReason.PADDING_TOO_LARGE:
             return f"sizes: {self.tables[_PIECEWISE].sizes}; add one nearer to the batch"
+        texts = [why.text for why in self.left_out.values() if why.reason is reason]
+        if texts:
+            return texts[-1]
         if reason is FallbackReason.MODE_HAS_NONE:
             return f"{self.mode.value}; state uniform decode batches with pw.batch"
         return ""

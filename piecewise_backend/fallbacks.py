@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 from piecewise_backend.batch import FallbackReason
@@ -15,7 +16,12 @@ from piecewise_backend.errors import ContractError
 from piecewise_backend.sizes import Sizes
 from piecewise_backend.statistics import Statistics
 
-_NEVER_REPORTED = {FallbackReason.DISABLED, FallbackReason.NO_GRAPHS_ON_DEVICE}
+_NEVER_REPORTED = {
+    FallbackReason.DISABLED,
+    FallbackReason.NO_GRAPHS_ON_DEVICE,
+    FallbackReason.REBUILDING,
+}
+"""What the user has asked for, or was told by an error."""
 _NOT_THE_USERS = (
     str(Path(__file__).parent),
     "<piecewise ",  # generated code
@@ -27,8 +33,16 @@ _NOT_THE_USERS = (
 class Fallbacks:
     """What one runtime says about its fallbacks."""
 
-    def __init__(self, statistics: Statistics, on_fallback: str) -> None:
+    def __init__(
+        self, statistics: Statistics, on_fallback: str, is_serving: Callable[[], bool]
+    ) -> None:
+        """Nothing so far.
+
+        Args:
+            is_serving: calls are the user's, and are counted; False during warm-up.
+        """
         self._statistics = statistics
+        self._is_serving = is_serving
         self._on_fallback = on_fallback
         self._warned: set[object] = set()
 
@@ -38,7 +52,8 @@ class Fallbacks:
         Raises:
             ContractError: `on_fallback="raise"`.
         """
-        self._statistics.count(reason)
+        if self._is_serving():
+            self._statistics.count(reason)
         if reason in _NEVER_REPORTED:
             return
         message = f"piecewise: batch {sizes} runs without graphs: {reason.value}"

@@ -7,36 +7,24 @@ Knows nothing of pieces, sizes or models.
 All captures of one pool share memory: what an earlier capture no longer keeps alive may be
 overwritten by a later one. So whoever captures keeps outputs (strongly) until their last
 reader is captured, then drops them and goes on with `_torch.weak_view`s.
-
-Note [Workspaces]
-A matrix product may need scratch memory, cuBLAS one piece of it and cuBLASLt another. torch
-allocates each once per thread and stream, and process-wide tables keep them; a graph records their
-addresses. `mode="reduce-overhead"` of torch.compile empties those tables, as anybody may, and so
-does the end of any graph of the stream on torch >= 2.13: the memory would be freed under our
-graphs. So it lies in a pool of its own that is never given back, and a stream for captures is lent
-out together with it. There are as many as pools were ever alive at once. Before a size is warmed
-up and captured both are allocated there, if the tables lack them; nothing else ever is, so that no
-other tensor comes to lie where a graph scratches.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from piecewise_backend import _torch
 from piecewise_backend.buffers import Arena
+from piecewise_backend.capture_stream import CaptureStream
 from piecewise_backend.errors import CaptureError
-from piecewise_backend.update_stream import UpdateStream
 
 Outputs = Sequence[torch.Tensor]
 
@@ -56,6 +44,11 @@ class CapturedGraph:
 
 class GraphPool(Protocol):
     """Captures graphs that share one memory pool and one stream."""
+
+    @property
+    def num_arena_bytes(self) -> int:
+        """Bytes that it holds in an arena of its own; 0 if all is the allocator's."""
+        ...
 
     def capture(self, function: Callable[..., Outputs], inputs: Sequence[Any]) -> CapturedGraph:
         """Record `function(*inputs)`; the outputs are undefined until the first replay.
@@ -84,64 +77,10 @@ class GraphPool(Protocol):
         ...
 
 
-class CaptureStream:
-    """A stream to record on, and the workspaces of its matrix products. See Note [Workspaces].
-
-    Raises:
-        CaptureError: every stream that torch hands out is in use.
-    """
-
-    _unused: ClassVar[dict[torch.device, list[CaptureStream]]] = {}
-    _taken: ClassVar[set[int]] = set()
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._workspaces = torch.cuda.MemPool()
-        with _torch.ordinary_tensors():
-            self._bias = torch.zeros(16, device=device)
-            self._matrix, self._product = torch.zeros(2, 16, 16, device=device)
-        for _ in range(_NUM_STREAMS):
-            self.stream = torch.cuda.Stream(device)
-            if self.stream.cuda_stream in self._taken:
-                continue
-            with torch.cuda.device(device), torch.cuda.stream(self.stream):
-                self.claim_workspaces()
-            # Streams are handed out in turns: one that has workspaces is in use.
-            if self._workspaces.snapshot(include_traces=False):
-                self._taken.add(self.stream.cuda_stream)
-                return
-        raise CaptureError(
-            f"none of the {_NUM_STREAMS} streams of {device} is free to capture graphs on; two "
-            "models on one stream would share scratch memory. Delete models or use fewer streams"
-        )
-
-    @functools.cached_property
-    def updates(self) -> UpdateStream:
-        """The stream beside graphs that were recorded on this one. First asked for outside of
-        recordings."""
-        return UpdateStream(self.device)
-
-    def claim_workspaces(self) -> None:
-        """Have the workspaces for this thread and the current stream allocated in our pool."""
-        with torch.cuda.use_mem_pool(self._workspaces, self.device):
-            torch.cuda.current_blas_handle()
-            # A product with a bias goes to cuBLASLt.
-            torch.addmm(self._bias, self._matrix, self._matrix, out=self._product)
-
-    @classmethod
-    def lend_to(cls, borrower: object, device: torch.device) -> CaptureStream:
-        """A stream that nobody else has until `borrower` is gone."""
-        unused = cls._unused.setdefault(device, [])
-        lent = unused.pop() if unused else cls(device)
-        weakref.finalize(borrower, unused.append, lent).atexit = False
-        return lent
-
-
-_NUM_STREAMS = 32  # that torch hands out in turns
-
-
 class CudaGraphPool:
     """CUDA graphs on one device, in one pool, recorded on one stream of their own."""
+
+    num_arena_bytes = 0
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -213,6 +152,10 @@ class EmulatedGraphPool:
     def __init__(self, device: torch.device) -> None:
         self._arena = Arena(device)
 
+    @property
+    def num_arena_bytes(self) -> int:
+        return self._arena.num_bytes
+
     @contextlib.contextmanager
     def side_stream(self) -> Iterator[None]:
         yield
@@ -267,10 +210,14 @@ _was_enabled = False
 
 
 @contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
+def collector_paused(*, collects_first: bool = True) -> Iterator[None]:
     """No garbage collection inside: one per size cost most of the 15 s that 1,683 captures took
     (benchmarks/results/capture_cost.json), and one may free CUDA objects in the middle of a
-    capture. The last of all threads to leave turns it on again, if it was on."""
+    capture. The last of all threads to leave turns it on again, if it was on.
+
+    Args:
+        collects_first: nothing that is garbage now is to be freed inside, either.
+    """
     global _pauses, _was_enabled
     with _pausing:
         if _pauses == 0:
@@ -279,7 +226,7 @@ def collector_paused() -> Iterator[None]:
         _pauses += 1
         gc.disable()
     try:
-        if is_first:
+        if is_first and collects_first:
             gc.collect()
         yield
     finally:

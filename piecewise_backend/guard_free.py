@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from piecewise_backend import _torch
-from piecewise_backend.api import MakeInputs, rebind, report, seal, static_inputs, warmup
+from piecewise_backend.api import rebind, report, seal, static_inputs, warmup
 from piecewise_backend.backend import piecewise
 from piecewise_backend.config import Config
 from piecewise_backend.dynamic_dims import Dims, DynamicDims
@@ -29,6 +29,7 @@ from piecewise_backend.presets import options_of_mode
 from piecewise_backend.report import Report
 from piecewise_backend.runtime import Runtime
 from piecewise_backend.session import Session
+from piecewise_backend.start_up import MakeInputs
 from piecewise_backend.subject import Subject, snapshot
 
 _ATTRIBUTE = "_piecewise_compiled"

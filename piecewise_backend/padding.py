@@ -21,11 +21,8 @@ import torch
 from torch import fx
 
 from piecewise_backend.compiler import Call
+from piecewise_backend.nearness import near
 from piecewise_backend.sizes import Layout, Sizes
-
-# Relative to the largest magnitude of the output; a layout or scale that is wrong is far above.
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
-_HALF_TOLERANCE = 0.1
 
 Fill = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Makes values for a whole padded input, given that and its real rows."""
@@ -256,31 +253,3 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.is_floating_point() or a.is_complex():
         equal |= a.isnan() & b.isnan()
     return equal.all()
-
-
-def is_near(a: torch.Tensor, c: torch.Tensor) -> bool:
-    """Equal but for rounding, row by row; what is not finite is equal."""
-    if not (a.is_floating_point() or a.is_complex()):
-        return a.equal(c)
-    return bool(near(a, c, by_row=True).item())
-
-
-def near(a: torch.Tensor, c: torch.Tensor, *, by_row: bool = False) -> torch.Tensor:
-    """The same, without waiting for the device.
-
-    Args:
-        by_row: relative to the largest value of a row (but a tenth of all at least), not of all.
-    """
-    if a.numel() == 0:
-        return torch.ones((), dtype=torch.bool, device=a.device)
-    if a.is_complex():
-        a, c = torch.view_as_real(a.resolve_conj()), torch.view_as_real(c.resolve_conj())
-    tolerance = _TOLERANCE.get(a.dtype, _HALF_TOLERANCE)
-    a, c = a.double(), c.double()
-    is_finite = a.isfinite() & c.isfinite()
-    are_alike = (is_finite | (a == c) | (a.isnan() & c.isnan())).all()
-    a, c = a.where(is_finite, 0.0), c.where(is_finite, 0.0)
-    scale = c.abs().max().clamp(min=1e-6)
-    if by_row and c.dim() > 0:
-        scale = torch.maximum(c.abs().amax(-1, keepdim=True), scale / 10)
-    return are_alike & ((a - c).abs() <= tolerance * scale).all()

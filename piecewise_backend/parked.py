@@ -6,7 +6,7 @@ Those of the last call are in use, the others wait here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from piecewise_backend.captures import Captures
@@ -22,6 +22,9 @@ class Parked:
 
     def __bool__(self) -> bool:
         return bool(self._captures)
+
+    def __iter__(self) -> Iterator[Captures]:
+        return iter(self._captures)
 
     def have(self, args: Sequence[Any]) -> bool:
         """Some were captured for the instance of this call."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from piecewise_backend.budget import Estimate
+from piecewise_backend.costs import CaptureCost, MemoryUse, cost_table, mib
 from piecewise_backend.passes import PassRecord
 from piecewise_backend.render import piece_table
 from piecewise_backend.runtime import Runtime
@@ -46,6 +48,17 @@ class GraphReport:
     """Sizes whose capture failed, with the error."""
     capture_seconds: float
     """Wall time of all captures."""
+    capture_costs: tuple[CaptureCost, ...]
+    """Graphs, seconds and memory of each capture that is kept, in the order of the captures."""
+    memory_use: MemoryUse
+    """What the graphs take together, in bytes."""
+    memory_limit: int | None
+    """`max_graph_memory` in bytes."""
+    estimates: Mapping[str, Estimate]
+    """By mode, what warm-up expected its sizes to take when it had captured the two largest. None
+    of a mode with fewer than three sizes, nor where nothing is captured ahead of time."""
+    left_out: Mapping[tuple[str, int], str]
+    """By mode and size: sizes that the options name and that are not to have graphs, with why."""
 
     def __str__(self) -> str:
         lines = [self.table, ""]
@@ -62,6 +75,14 @@ class GraphReport:
         lines += [f"assumed about sizes: {condition}" for condition in self.conditions]
         lines += [f"unsafe padding at {size}: {what}" for size, what in self.padding_unsafe.items()]
         lines += [f"capture failed at {size}: {what}" for size, what in self.capture_errors.items()]
+        lines += [f"no {mode} graphs at {n}: {why}" for (mode, n), why in self.left_out.items()]
+        if self.capture_costs:
+            limit = f", at most {mib(self.memory_limit)}" if self.memory_limit is not None else ""
+            lines.append(f"memory of graphs: {mib(self.memory_use.num_bytes)} MiB{limit}")
+            for mode, estimate in self.estimates.items():
+                used = sum(c.memory.num_bytes for c in self.capture_costs if c.mode.value == mode)
+                lines.append(f"expected of {mode} graphs: {estimate}; they took {mib(used)} MiB")
+            lines += ["", cost_table(self.capture_costs)]
         return "\n".join(lines)
 
 
@@ -75,18 +96,21 @@ class Report:
     """How far warm-up came."""
     guards_kept: str
     """Why calls go through Dynamo's guards; empty if they do not."""
+    rebuilding: str
+    """Why calls run without graphs with the reason `REBUILDING`; empty if they do not."""
 
     def __str__(self) -> str:
         state = f"{self.state.value}, {'sealed' if self.is_sealed else 'not sealed'}"
         guards = f"guards kept ({self.guards_kept})" if self.guards_kept else "no guards"
         head = f"piecewise: {len(self.graphs)} graph(s), {state}, {guards}"
+        head += f"\nrebuilding: {self.rebuilding}" if self.rebuilding else ""
         return "\n\n".join([head, *map(str, self.graphs)])
 
 
 def report_session(session: Session, guards_kept: str) -> Report:
     """The state of a compiled model at this moment."""
     graphs = tuple(map(_report_runtime, session.runtimes))
-    return Report(graphs, session.is_sealed, session.state, guards_kept)
+    return Report(graphs, session.is_sealed, session.state, guards_kept, session.rebuilding)
 
 
 def _report_runtime(runtime: Runtime) -> GraphReport:
@@ -111,4 +135,12 @@ def _report_runtime(runtime: Runtime) -> GraphReport:
         capture_errors=dict(captures.failed)
         | {size: error for (size, _), error in captures.failed_steps.items()},
         capture_seconds=runtime.captures.seconds,
+        capture_costs=tuple(captures.costs.values()),
+        memory_use=captures.memory_use,
+        memory_limit=captures.memory_limit,
+        estimates={mode.value: estimate for mode, estimate in captures.estimates.items()},
+        left_out={
+            (mode.value, size): why.text
+            for (mode, size), why in runtime.dispatcher.left_out.items()
+        },
     )

@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import torch
 
 from piecewise_backend import _torch
 from piecewise_backend.assumptions import Assumptions, refuse_assignments
-from piecewise_backend.batch import CUDAGraphMode, FallbackReason
+from piecewise_backend.batch import BatchDescriptor, CUDAGraphMode, FallbackReason
 from piecewise_backend.capture_request import CapturedSize
 from piecewise_backend.captures import OF_ANOTHER_INSTANCE, Captures
 from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.config import Config
+from piecewise_backend.costs import MemoryUse
 from piecewise_backend.counters import CompilationCounter
-from piecewise_backend.current_batch import current
-from piecewise_backend.dispatch import STATIC_SIZE, Decision, Dispatcher, Target
+from piecewise_backend.current_batch import facts_now, stack_now
+from piecewise_backend.dispatch import STATIC_SIZE, Decision, Dispatcher, LeftOut, Target
 from piecewise_backend.dump import GraphDump
 from piecewise_backend.errors import CaptureError
 from piecewise_backend.fallbacks import Fallbacks
@@ -75,7 +74,7 @@ class Runtime:
         self.dispatcher = Dispatcher.of(graph, config, self.mode, has_graphs, num_tokens)
         self.captures = Captures(graph, config, self.mode, self.dispatcher.largest)
         self._parked = Parked()
-        self._fallbacks = Fallbacks(self.statistics, config.on_fallback)
+        self._fallbacks = Fallbacks(self.statistics, config.on_fallback, session.is_serving)
         self.turns = Turns(graph.device)
         self.key_of = graph.token_dim.key_function()
         """Reads off the graph's arguments what `captures.prepared` goes by, beside facts."""
@@ -104,11 +103,11 @@ class Runtime:
 
     def _make_run(self) -> Callable[[list[Any]], Any]:
         """Serve one call whose turn it is; the hot path."""
-        key_of, facts_of_call, slow = self.key_of, current.get, self._slow
+        key_of, slow = self.key_of, self._slow
 
         def run(args: list[Any]) -> Any:
-            key, facts = key_of(args), facts_of_call()
-            ready = self.captures.prepared.get(key if facts is None else (facts, key))
+            key, stated = key_of(args), stack_now()
+            ready = self.captures.prepared.get(key if stated is None else (stated[0], key))
             if ready is None:
                 return slow(args)
             plan, rows, tally = ready
@@ -130,15 +129,14 @@ class Runtime:
 
     def _slow(self, args: Args) -> Any:
         sizes = self.graph.token_dim.read(args)
-        decision: Decision = FallbackReason.DISABLED
-        if self._session.are_graphs_on:
-            decision = self.dispatcher.decide(sizes, current.get())
+        decision: Decision | None = self._session.reason_without_graphs
+        decision = decision or self.dispatcher.decide(sizes, facts_now())
         if isinstance(decision, FallbackReason):
             return self._fall_back(args, sizes, decision)
         if (mode := self._session.capturing) is not None:  # warm-up captures one after the other
             wanted = tuple(target for target in decision if target.mode is mode)
             if not wanted:
-                key, reason = self.dispatcher.not_whole(sizes, current.get())
+                key, reason = self.dispatcher.not_whole(sizes, facts_now())
                 self.captures.failed_steps[key] = reason
                 return self._without_graphs.run(args, sizes)
             decision = wanted
@@ -180,11 +178,13 @@ class Runtime:
             return self._recover_from_move(args)
         except InputsOverlap:
             return self._refuse_overlap(args)
-        num_tokens = self.dispatcher.num_tokens(sizes)
-        tally = self.statistics.tally(target.mode, target.size, num_tokens)
-        key, facts = self.graph.token_dim.key_of(sizes), current.get()
-        ready = (captured.plan.function, rows, tally)
-        prepared[key if facts is None else (facts, key)] = ready
+        if not self._session.is_serving():
+            return result
+        tally = self.statistics.tally(target.mode, target.size, self.dispatcher.num_tokens(sizes))
+        key, facts = self.graph.token_dim.key_of(sizes), facts_now()
+        if not self._session.rebuilding:
+            ready = (captured.plan.function, rows, tally)
+            prepared[key if facts is None else (facts, key)] = ready
         tally.num_replays += 1
         return result
 
@@ -203,11 +203,10 @@ class Runtime:
 
     def _not_captured(self, args: Args, sizes: Sizes, target: Target) -> Any:
         """Run without graphs; capture afterwards if it is time to."""
-        is_warming_up = self._session.capturing is not None
         if self._session.is_sealed:
             detail = OF_ANOTHER_INSTANCE if self._parked else ""
             return self._fall_back(args, sizes, FallbackReason.NOT_CAPTURED, detail)
-        if not is_warming_up and not self._session.is_quiet:
+        if self._session.is_serving():
             self.statistics.count(FallbackReason.NOT_CAPTURED)
         result = self._without_graphs.run(args, sizes)
         hits = self.captures.hits
@@ -215,7 +214,7 @@ class Runtime:
         is_due = hits[target.size] >= self.config.capture_after and not self._session.is_quiet
         # The capture of a whole step runs its split ops again, which only warm-up may.
         is_due = is_due and target.mode is CUDAGraphMode.PIECEWISE
-        if is_warming_up or is_due:
+        if self._session.capturing is not None or is_due:
             self._capture(args, sizes, target)
         return result
 
@@ -249,7 +248,7 @@ class Runtime:
         table = self.dispatcher.tables[target.mode]
         try:
             if target.mode is CUDAGraphMode.FULL:
-                descriptor = self.dispatcher.descriptor(target, current.get())
+                descriptor = self.dispatcher.descriptor(target, facts_now())
                 captured = self.captures.capture_step(descriptor, args, sizes, table)
             else:
                 captured = self.captures.capture(target.size, args, sizes, table)
@@ -273,18 +272,17 @@ class Runtime:
         self.rewritten = rewritten
         self._without_graphs.assumptions = Assumptions(self.graph.token_dim, rewritten)
 
-    def static_inputs(self, num_tokens: int) -> dict[str, torch.Tensor]:
-        """The buffers that graphs for so many tokens read; empty if there are no such graphs."""
-        token_dim = self.graph.token_dim
-        sizes = token_dim.padded((0,) * len(token_dim.symbols), num_tokens)
-        decision = self.dispatcher.decide(sizes, current.get())
-        if isinstance(decision, FallbackReason):
-            return {}
-        for target in decision:
-            if self.captures.find(target.mode, target.size, target.num_active_loras):
-                with _torch.ordinary_tensors():
-                    return self.captures.buffers(token_dim.padded(sizes, target.size), sizes)
-        return {}
+    def has(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> bool:
+        """There are graphs for it, or there are not to be any."""
+        is_left_out = (mode, descriptor.num_tokens) in self.dispatcher.left_out
+        return is_left_out or self.captures.has(mode, descriptor)
+
+    def leave_out(self, mode: CUDAGraphMode, sizes: Mapping[int, LeftOut]) -> MemoryUse:
+        """Serve nothing from graphs of some sizes any more; returns the memory that came back."""
+        with self.turns.held():
+            self.dispatcher = self.dispatcher.without(mode, sizes)
+            freed = self.captures.give_up(mode, sizes)
+            return sum((c.give_up(mode, sizes) for c in self._parked), start=freed)
 
     def seal(self) -> None:
         """Compile nothing any more: a violated assumption runs a piece as traced."""
@@ -293,6 +291,7 @@ class Runtime:
 
     def unseal(self) -> None:
         """Allow compiling again, and trying again what could not be captured."""
+        self.dispatcher = self.dispatcher.with_all_sizes()
         self.captures.failed.clear()
         self.captures.failed_steps.clear()
         self._without_graphs.forget()

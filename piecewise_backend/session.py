@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from piecewise_backend._torch import CompileScope
-from piecewise_backend.batch import BatchDescriptor, CUDAGraphMode
+from piecewise_backend.batch import BatchDescriptor, CUDAGraphMode, FallbackReason
+from piecewise_backend.errors import ContractError
 
 if TYPE_CHECKING:
     from piecewise_backend.runtime import Runtime
+
+log = logging.getLogger(__name__)
 
 
 class WarmupState(enum.Enum):
@@ -33,6 +39,8 @@ class WarmupState(enum.Enum):
 
 _ATTRIBUTE = "_piecewise_session"
 UNTIL_SEALED = "until sealed"
+_warming_up: ContextVar[tuple[Session, ...]] = ContextVar("piecewise_warming_up", default=())
+"""Whose warm-up the call that runs belongs to."""
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 """Of all models, for `torch._dynamo.reset()`, which says no more than that it was called."""
 
@@ -49,6 +57,9 @@ class Session:
         """Warm-up runs the model to have the size of the call captured: PIECEWISE or FULL."""
         self.is_verifying = False
         """Warm-up runs the model to compare graphs with the step without."""
+        self.rebuilding = ""
+        """Why all calls but those of warm-up run without graphs: it is under way, or capturing
+        anew has failed. Empty if they need not."""
         self.state = WarmupState.MODEL_LOADED
         """How far warm-up came."""
         self.are_graphs_on = True
@@ -61,6 +72,7 @@ class Session:
         """Called once, when nothing may compile any more."""
         self.on_unseal: list[Callable[[], None]] = []
         """Called once, when something may compile again."""
+        self._one_rebuild = threading.Lock()
         self._on_reset: list[Callable[[], None]] = []
         self._runtimes: list[weakref.ref[Runtime]] = []
         _sessions.add(self)
@@ -99,22 +111,19 @@ class Session:
         return list({d: None for runtime in self.runtimes for d in runtime.dispatcher.trials(mode)})
 
     def has_captured(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> bool:
-        """Every trace has graphs for it, or is known not to have them."""
-        return all(runtime.captures.has(mode, descriptor) for runtime in self.runtimes)
+        """Every trace has graphs for it, or is not to have them."""
+        return all(runtime.has(mode, descriptor) for runtime in self.runtimes)
 
     def switch_graphs(self, on: bool) -> None:
         """Run calls without graphs, or with them again; what was captured stays."""
         self.are_graphs_on = on
-        for runtime in self.runtimes:
-            is_first = runtime.turns.enter()  # a call that runs may be about to keep its plan
-            runtime.captures.prepared.clear()
-            if is_first:
-                runtime.turns.leave()
+        self._forget_prepared()
 
     def drop_captures(self) -> None:
         """Serve without graphs what is not captured anew."""
         for runtime in self.runtimes:
-            runtime.captures.drop()
+            with runtime.turns.held():
+                runtime.captures.drop()
 
     def seal(self) -> None:
         """Freeze: from now on nothing compiles or captures."""
@@ -153,9 +162,64 @@ class Session:
         self._runtimes.clear()
 
     @property
+    def is_own_call(self) -> bool:
+        """The call that runs is one of warm-up's."""
+        return self in _warming_up.get()
+
+    def is_serving(self) -> bool:
+        """The call that runs is the user's: it is counted. Those of warm-up are not."""
+        return not self.is_own_call
+
+    @property
+    def reason_without_graphs(self) -> FallbackReason | None:
+        """Why the call that runs has none, whatever its batch is."""
+        if not self.are_graphs_on:
+            return FallbackReason.DISABLED
+        return FallbackReason.REBUILDING if self.rebuilding and not self.is_own_call else None
+
+    @property
     def is_quiet(self) -> bool:
-        """Calls are trial runs of warm-up: nothing is counted or warned about."""
-        return self.is_tracing or self.is_verifying
+        """The call is a trial run of warm-up: nothing is warned about."""
+        return (self.is_tracing or self.is_verifying) and self.is_own_call
+
+    @contextlib.contextmanager
+    def rebuild(self, *, stays_off: bool) -> Iterator[None]:
+        """Calls run without graphs meanwhile, unless they are warm-up's own.
+
+        Args:
+            stays_off: after an error they go on like that, until a warm-up succeeds.
+
+        Raises:
+            ContractError: another thread is at it.
+        """
+        if not self._one_rebuild.acquire(blocking=False):
+            raise ContractError(
+                "a warm-up of this model is under way; wait for it, and start none in make_inputs"
+            )
+        before, was_sealed, self.rebuilding = self.rebuilding, self.is_sealed, "under way"
+        try:
+            self._forget_prepared()
+            yield
+            self.rebuilding = ""
+        except BaseException as error:
+            self.rebuilding = before
+            if stays_off:
+                self._stay_off(f"capturing anew failed ({type(error).__name__}: {error})")
+                if was_sealed:
+                    self.seal()
+            raise
+        finally:
+            self._one_rebuild.release()
+
+    def _stay_off(self, why: str) -> None:
+        self.rebuilding, self.state = why, WarmupState.EAGER_WARMED
+        self.drop_captures()
+        log.error("calls run without graphs: %s", why)
+
+    def _forget_prepared(self) -> None:
+        for runtime in self.runtimes:
+            with runtime.turns.held():  # a call that runs may be about to keep its plan
+                runtime.captures.prepared.clear()
 
     @contextlib.contextmanager
     def phase(
@@ -167,13 +231,21 @@ class Session:
     ) -> Iterator[None]:
         """Calls inside belong to warm-up; in `capturing` mode, where that is given."""
         self.is_tracing, self.capturing, self.is_verifying = tracing, capturing, verifying
-        if verifying:
-            for runtime in self.runtimes:
-                runtime.captures.prepared.clear()
         try:
+            self._forget_prepared()  # what serves at once is neither compared nor counted
             yield
         finally:
             self.is_tracing, self.capturing, self.is_verifying = False, None, False
+
+
+@contextlib.contextmanager
+def own_calls(*sessions: Session) -> Iterator[None]:
+    """Calls inside are those of warm-up."""
+    token = _warming_up.set(sessions)
+    try:
+        yield
+    finally:
+        _warming_up.reset(token)
 
 
 def _call_once(functions: list[Callable[[], None]]) -> None:

@@ -29,6 +29,7 @@ class Statistics:
         self.fallbacks: Counter[FallbackReason] = Counter()
         """Steps served without graphs, by reason."""
         self._tallies: dict[tuple[CUDAGraphMode, int, int], Tally] = {}
+        self._marked: Counter[tuple[CUDAGraphMode, int]] = Counter()
 
     def tally(self, mode: CUDAGraphMode, size: int, num_tokens: int) -> Tally:
         """The counter of one kind of step; the hot path adds to it."""
@@ -44,6 +45,20 @@ class Statistics:
     def num_replays(self) -> int:
         """Steps served from graphs."""
         return sum(tally.num_replays for tally in self._tallies.values())
+
+    def mark(self) -> None:
+        """Remember this moment, for `served_since_mark`."""
+        self._marked = self._by_size()
+
+    def served_since_mark(self) -> set[tuple[CUDAGraphMode, int]]:
+        """The modes and capture sizes that served a step since the mark, or since the start."""
+        return set(self._by_size() - self._marked)
+
+    def _by_size(self) -> Counter[tuple[CUDAGraphMode, int]]:
+        counts: Counter[tuple[CUDAGraphMode, int]] = Counter()
+        for tally in self.tallies:
+            counts[tally.mode, tally.size] += tally.num_replays
+        return counts
 
     def count(self, reason: FallbackReason) -> int:
         """Count one fallback; returns how often that reason occurred."""

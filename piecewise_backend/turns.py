@@ -5,8 +5,9 @@ Knows nothing of what a call does.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -38,6 +39,16 @@ class Turns:
 
         self.enter = enter
         """Wait for one's turn; False if the caller is inside of it already."""
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[bool]:
+        """No call runs meanwhile, but for one that the caller is inside of: then it is False."""
+        is_first = self.enter()
+        try:
+            yield is_first
+        finally:
+            if is_first:
+                self.leave()
 
     @property
     def is_taken(self) -> bool:

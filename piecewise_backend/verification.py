@@ -19,7 +19,7 @@ import torch
 from piecewise_backend import _torch
 from piecewise_backend.capture_request import CapturedSize
 from piecewise_backend.compiled import CompiledGraph
-from piecewise_backend.padding import is_near
+from piecewise_backend.nearness import is_near
 from piecewise_backend.sizes import Sizes
 from piecewise_backend.split_ops import inputs_written_by
 from piecewise_backend.static_inputs import written_inputs

@@ -229,10 +229,11 @@ def _fail() -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("was_enabled", [True, False])
-def test_collector_is_paused_and_put_back(was_enabled: bool) -> None:
+@pytest.mark.parametrize("collects_first", [True, False])
+def test_collector_is_paused_and_put_back(was_enabled: bool, collects_first: bool) -> None:
     (gc.enable if was_enabled else gc.disable)()
     try:
-        with collector_paused():
+        with collector_paused(collects_first=collects_first):
             assert not gc.isenabled()
         assert gc.isenabled() is was_enabled
     finally:

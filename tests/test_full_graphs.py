@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import piecewise_backend as pw
 from piecewise_backend.batch import BatchDescriptor, CUDAGraphMode, FallbackReason
 from piecewise_backend.capture_step import _Step
-from piecewise_backend.current_batch import current
+from piecewise_backend.current_batch import facts_now
 from tests.helpers import (
     SPLIT_OPS,
     Decoder,
@@ -403,7 +403,7 @@ def test_facts_end_with_the_block() -> None:
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert current.get() is None
+    assert facts_now() is None
 
 
 def test_a_step_that_cannot_be_captured_is_served_in_pieces(
@@ -746,9 +746,9 @@ def test_one_statement_in_several_threads() -> None:
         with statement:
             barrier.wait(10)
             with statement:
-                found.append(current.get())
+                found.append(facts_now())
             barrier.wait(10)
-        found.append(current.get())
+        found.append(facts_now())
 
     threads = [threading.Thread(target=enter) for _ in range(2)]
     for thread in threads:

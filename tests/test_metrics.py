@@ -5,13 +5,20 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+import piecewise_backend as pw
 from piecewise_backend.batch import CUDAGraphMode, FallbackReason
 from piecewise_backend.errors import ConfigError
+from piecewise_backend.graphs import EmulatedGraphPool
 from piecewise_backend.metrics import Bucket, Metrics, prometheus_text
 from piecewise_backend.statistics import Statistics
+from tests.helpers import compile, declare, out_attn, rows
+from tests.runtime_helpers import of_rows, toy
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 
@@ -204,3 +211,61 @@ def test_missing_prometheus_client_is_an_error_that_says_what_to_install(
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ConfigError, match="pip install prometheus-client"):
         prometheus_text(Metrics.of([]))
+
+
+# Of a model
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    capture = EmulatedGraphPool.capture
+
+    def fail(pool: Any, function: Any, inputs: Any) -> Any:
+        if any(isinstance(x, Tensor) and x.size(0) == size for x in inputs):
+            raise pw.CaptureError("no event")
+        return capture(pool, function, inputs)
+
+    monkeypatch.setattr(EmulatedGraphPool, "capture", fail)
+
+
+@pytest.mark.filterwarnings("ignore:piecewise")
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("mode", ["piecewise", "full_and_piecewise", "none"])
+@torch.no_grad()
+def test_calls_of_warm_up_are_no_traffic(
+    mode: str, verify: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a second one, after traffic whose plans are kept, and where a capture fails."""
+    declare("always")
+    failing(monkeypatch, 8)
+    compiled = compile(toy, cudagraph_capture_sizes=[2, 4, 8], cudagraph_mode=mode)
+    pw.warmup(compiled, of_rows(), verify=verify)
+    assert pw.metrics(compiled).num_steps == 0, str(pw.metrics(compiled))
+    for n in (2, 3, 4, 8, 9):
+        compiled(rows(n))
+        with pw.batch(uniform=True):
+            compiled(rows(n))
+    before = pw.metrics(compiled)
+    assert before.num_steps == 10
+    assert before.num_replays == (0 if mode == "none" else 6)
+    for again in (True, False):
+        pw.warmup(compiled, of_rows(), seal=again, verify=verify)
+        assert pw.metrics(compiled) == before
+    compiled(rows(3))
+    assert pw.metrics(compiled).num_steps == 11
+
+
+@pytest.mark.filterwarnings("ignore:piecewise")
+@torch.no_grad()
+def test_calls_of_warm_up_are_no_traffic_where_a_piece_runs_as_traced() -> None:
+    def model(x: Tensor) -> Tensor:
+        return out_attn(x.sum(0, keepdim=True) + x, x, x)
+
+    compiled = compile(model, cudagraph_capture_sizes=[2, 4])
+    pw.warmup(compiled, of_rows())
+    assert pw.metrics(compiled).num_steps == 0
+    for n in (2, 3, 5):
+        compiled(rows(n))
+    assert pw.metrics(compiled).fallbacks == {
+        FallbackReason.PADDING_UNSAFE: 1,
+        FallbackReason.SIZE_ABOVE_GRID: 1,
+    }

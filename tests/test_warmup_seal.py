@@ -303,7 +303,7 @@ def test_a_size_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None
         same(compiled(rows(n)), toy(rows(n)), f"{n} tokens")
     report = pw.report(compiled)
     assert num_replays(report) == 4
-    assert fallbacks(report) == {FallbackReason.CAPTURE_ERROR: 3}
+    assert fallbacks(report) == {FallbackReason.CAPTURE_ERROR: 2}, "calls after warm-up"
 
 
 def test_an_unexpected_error_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from examples.engine import Engine, scratch_inputs
 from examples.llama import Llama, LlamaConfig
 from examples.paged_attention import PagedCache, paged_attention_reference
 from piecewise_backend.batch import FallbackReason
-from piecewise_backend.graphs import CaptureStream
+from piecewise_backend.capture_stream import CaptureStream
 from tests import helpers
 from tests.helpers import (
     SPLIT_OPS,
