@@ -65,7 +65,7 @@ def piecewise(
         num_piecewise_capturable_graphs_seen=len(split.pieces),
     )
     dump = GraphDump(config.dump_dir)
-    # Compiling makes objects by the million, and few cycles that are worth looking for.
+    # Compiling makes many objects and few cycles: looking for them only takes time.
     with collector_paused(collects_first=False):
         compiled = compile_graph(split, example_inputs, _make_compiler(config, counters))
     dump.write_graph(split, compiled.instances)
