@@ -77,6 +77,8 @@ def _warm_up(
     with contextlib.ExitStack() as stack:
         for each in dict.fromkeys((own, serving)):
             stack.enter_context(each.rebuild(stays_off=stays_off))
+            if stays_off:  # what was replaced may be no input of the graph: an op finds it by name
+                each.drop_captures()
         session = warm_up(compiled, make_inputs, sizes, verify)
         for each in (own, session):
             each.make_inputs = make_inputs
@@ -155,9 +157,13 @@ def evict(compiled: Callable[..., Any]) -> Evicted:
         The sizes by mode, and the bytes that came back.
 
     Raises:
-        ContractError: not compiled with this backend, or called from inside of a call.
+        ContractError: not compiled with this backend, called from inside of a call, or while a
+            warm-up is under way, whose graphs have had no call to serve.
     """
-    return evict_idle(session_of(compiled).runtimes)
+    session = session_of(compiled)
+    if session.is_warming_up:
+        raise ContractError("a warm-up of this model is under way; evict when it is done")
+    return evict_idle(session.runtimes)
 
 
 def switch_graphs(compiled: Callable[..., Any], on: bool) -> None:

@@ -75,7 +75,7 @@ def piecewise(
         num_piecewise_capturable_graphs_seen=len(split.pieces),
     )
     compiler = _make_compiler(config, counters, passes, dump)
-    # Compiling makes objects by the million, and few cycles that are worth looking for.
+    # Compiling makes many objects and few cycles: looking for them only takes time.
     with collector_paused(collects_first=False):
         compiled = compile_graph(split, example_inputs, compiler, graph_passes)
     passes.require_matches(compiled)

@@ -8,6 +8,7 @@ Knows nothing of dispatch.
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -249,14 +250,12 @@ class Captures(CapturedSizes):
     def _bind(self, args: Sequence[Any], positions: Sequence[int]) -> None:
         this = weakref.ref(self)
 
-        def on_death(_: object) -> None:
-            captures = this()
+        def on_death(_: object, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+            captures = None if is_exiting() else this()
             if captures is None or captures.bound.are_alive:
                 return
-            if captures.bound.by_pieces:
-                captures.drop()
-            else:  # pieces read nothing in place
-                captures.clear_steps()
+            # Without `by_pieces` pieces read nothing in place.
+            (captures.drop if captures.bound.by_pieces else captures.clear_steps)()
 
         self.bound.bind(args, positions, on_death)
 

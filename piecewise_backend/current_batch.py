@@ -32,7 +32,11 @@ class BatchFacts:
         _stack.set((self, _stack.get()))
 
     def __exit__(self, *_: object) -> None:
-        _stack.set(_stack.get()[1])
+        stack = _stack.get()
+        if stack is not None and stack[0] is self:
+            _stack.set(stack[1])
+        else:  # generators close in any order, and in any task
+            _stack.set(_without(stack, self))
 
     def require(self, num_tokens: int, decode_query_len: int, max_loras: int) -> None:
         """The facts agree with the inputs of the call.
@@ -75,6 +79,13 @@ in several threads and tasks at once."""
 
 stack_now = _stack.get
 """For the hot path: None, or a tuple that begins with the facts."""
+
+
+def _without(stack: Any, facts: BatchFacts) -> Any:
+    """A stack that lacks the innermost entry of some facts, if it has one."""
+    if stack is None:
+        return None
+    return stack[1] if stack[0] is facts else (stack[0], _without(stack[1], facts))
 
 
 def facts_now() -> BatchFacts | None:

@@ -162,12 +162,20 @@ def register_splitting_op(
 
 
 def traits_of(name: str) -> SplitOpTraits:
-    """What was registered for an op, by whichever of its names; nothing if it was not."""
+    """What was registered for an op, by all of its names together; nothing if it was not.
+
+    Where two names say otherwise about capture, the overload's word counts.
+    """
     op, _, overload = name.partition(".")
-    for known in (name, op, f"{op}.{overload or 'default'}"):
-        if known in _registered:
-            return _registered[known]
-    return SplitOpTraits()
+    names = (f"{op}.{overload or 'default'}", op)
+    found = [_registered[known] for known in names if known in _registered]
+    if not found:
+        return SplitOpTraits()
+    stated = [traits.capture for traits in found if traits.capture is not CaptureSupport.NEVER]
+    merged = SplitOpTraits(stated[0] if stated else CaptureSupport.NEVER)
+    for hook in (hook for traits in reversed(found) for hook in traits.before_replay):
+        merged = merged.with_hook(hook)
+    return merged
 
 
 def registered_splitting_ops() -> tuple[str, ...]:

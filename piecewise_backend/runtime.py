@@ -182,7 +182,7 @@ class Runtime:
             return result
         tally = self.statistics.tally(target.mode, target.size, self.dispatcher.num_tokens(sizes))
         key, facts = self.graph.token_dim.key_of(sizes), facts_now()
-        if not self._session.rebuilding:
+        if self._session.reason_without_graphs is None:  # this call itself may have given one
             ready = (captured.plan.function, rows, tally)
             prepared[key if facts is None else (facts, key)] = ready
         tally.num_replays += 1

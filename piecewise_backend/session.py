@@ -162,6 +162,11 @@ class Session:
         self._runtimes.clear()
 
     @property
+    def is_warming_up(self) -> bool:
+        """A warm-up or a rebuild is under way, in whatever thread."""
+        return self._one_rebuild.locked()
+
+    @property
     def is_own_call(self) -> bool:
         """The call that runs is one of warm-up's."""
         return self in _warming_up.get()

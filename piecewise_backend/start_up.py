@@ -40,7 +40,10 @@ def warm_up(
     """
     session = _trace(compiled, make_inputs, sizes)
     for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
-        with session.phase(capturing=mode), collector_paused():
+        # Pieces were tried with padding when they were captured, whole steps were not.
+        is_untried = verify and mode is CUDAGraphMode.FULL
+        kept = _no_whole_steps(session) if is_untried else contextlib.nullcontext()
+        with session.phase(capturing=mode), collector_paused(), kept:
             _capture_all(compiled, make_inputs, session, mode)
         if verify:
             with session.phase(capturing=mode, verifying=True), _nothing_unverified(session):
@@ -110,6 +113,17 @@ def _nothing_unverified(session: Session) -> Iterator[None]:
         yield
     except BaseException:
         session.drop_captures()
+        raise
+
+
+@contextlib.contextmanager
+def _no_whole_steps(session: Session) -> Iterator[None]:
+    """An error in the middle of capturing leaves none that was not compared."""
+    try:
+        yield
+    except BaseException:
+        for runtime in session.runtimes:
+            runtime.captures.clear_steps()
         raise
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import random
 import re
 import threading
@@ -394,6 +395,21 @@ def test_facts_of_the_wrong_kind(facts: dict[str, Any]) -> None:
         pw.batch(**facts)
 
 
+def test_facts_of_generators_that_close_in_another_order() -> None:
+    def held(facts: Any) -> Any:
+        with facts:
+            yield
+
+    decode, prefill = held(pw.batch(uniform=True)), held(pw.batch(num_reqs=1))
+    next(decode)
+    next(prefill)
+    decode.close()
+    assert facts_now() is pw.batch(num_reqs=1)
+    prefill.close()
+    assert facts_now() is None
+    contextvars.Context().run(pw.batch(uniform=True).__exit__)  # entered in another task
+
+
 def test_facts_end_with_the_block() -> None:
     def fail() -> None:
         with pw.batch(uniform=True):
@@ -556,6 +572,8 @@ def test_an_error_in_make_inputs_leaves_nothing_half_done(call: int) -> None:
         pw.warmup(compiled, make_inputs)
     assert not pw.report(compiled).is_sealed
     assert pw.report(compiled).state.name != "READY"
+    steps = [graph.captured_steps for graph in pw.report(compiled).graphs]
+    assert not any(steps), "that were not compared"
     with quiet():
         same(compiled(mark_dynamic([rows(3)])[0]), toy(rows(3)), "the next call")
     pw.warmup(compiled, make_inputs)

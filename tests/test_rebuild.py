@@ -227,6 +227,32 @@ def test_warm_up_of_a_model_that_serves() -> None:
     assert report.graphs[0].captured_sizes == (16, 8, 4)
 
 
+def test_rebind_captures_anew_though_no_input_moved() -> None:
+    """A split op may find its cache by name, where nothing shows that it was replaced."""
+    model, inputs = Decoder(), Inputs()
+    compiled = compile(model, "torch.compile")
+    pw.warmup(compiled, inputs)
+    num_graphs = sum(cost.num_graphs for cost in pw.report(compiled).graphs[0].capture_costs)
+    with pw.compilation_counter.expect(num_cudagraph_captured=num_graphs):
+        pw.rebind(compiled)
+    same(compiled(rows(3)), model(rows(3)), "afterwards")
+
+
+def test_nothing_is_evicted_meanwhile() -> None:
+    """What was just captured has served nobody."""
+    model, inputs = Decoder(), Inputs()
+    compiled = compile(model, "torch.compile")
+    pw.warmup(compiled, inputs)
+
+    def evict() -> None:
+        with pytest.raises(pw.ContractError, match="warm-up of this model is under way"):
+            pw.evict(compiled)
+
+    inputs.in_between = lambda: in_a_thread(evict)
+    assert pw.rebind(compiled).graphs[0].captured_sizes == (16, 8, 4)
+    assert pw.evict(compiled).sizes == {"piecewise": (4, 8, 16)}
+
+
 def test_graphs_switched_off_come_first() -> None:
     model, inputs = Decoder(), Inputs()
     compiled = compile(model, "torch.compile")

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import piecewise_backend as pw
-from piecewise_backend.registry import PRESETS, SplitOps, registered_splitting_ops
+from piecewise_backend.modes import CaptureSupport
+from piecewise_backend.registry import PRESETS, SplitOps, registered_splitting_ops, traits_of
 from tests import helpers
 
 
@@ -110,3 +111,17 @@ def test_misspelt_splitting_op_is_raised_through_torch_compile() -> None:
     compiled = helpers.compile(torch.sin, splitting_ops=["pwtest::atn"])
     with pytest.raises(pw.ConfigError, match="did you mean 'pwtest::attn'"):
         compiled(torch.ones(2))
+
+
+@pytest.mark.parametrize("spelling", ["pwtest::attn.default", torch.ops.pwtest.attn.default])
+def test_what_two_spellings_of_an_op_say_is_added_up(spelling: Any) -> None:
+    """A hook that is registered under another name than the op is not lost."""
+
+    def hook(descriptor: pw.BatchDescriptor) -> None: ...
+
+    pw.register_splitting_op("pwtest::attn", capture="always")
+    pw.register_splitting_op(spelling, before_replay=hook)
+    for name in ("pwtest::attn", "pwtest::attn.default"):
+        traits = traits_of(name)
+        assert traits.capture is CaptureSupport.ALWAYS
+        assert [known.function for known in traits.before_replay] == [hook]
