@@ -8,4 +8,8 @@ outputs, no argument written. On CUDA each is one Triton launch, on a CPU it is 
 ``qk_norm_rope``  norms of query and key heads and their rotary embedding
 """
 
-from piecewise_backend.passes.ops import rms_norm  # noqa: F401  # defines ops
+from piecewise_backend.passes.ops import (  # noqa: F401  # each defines its ops
+    qk_norm_rope,
+    rms_norm,
+    silu_mul,
+)

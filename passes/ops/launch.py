@@ -35,18 +35,28 @@ class Launch:
     num_warps: int
 
 
-def reduced_rows(num_columns: int, num_rows: int, element_size: int) -> Launch:
+def reduced_rows(
+    num_columns: int, num_rows: int, element_size: int, group_size: int = 0
+) -> Launch:
     """Whole rows in one program: what is reduced over a row. See Note [Two regimes]."""
     columns = power_of_two(num_columns)
     return _tile(columns, num_rows * columns <= _FEW_ELEMENTS, element_size)
 
 
 def split_rows(num_columns: int, num_rows: int, element_size: int, group_size: int) -> Launch:
-    """Parts of rows in one program: what is reduced over groups of columns, or not at all."""
+    """Parts of rows in one program: what is reduced over groups of columns, or not at all.
+
+    A thread has one vector of 16 bytes of each operand, or two where there are many rows.
+    """
     is_few = num_rows * num_columns <= _FEW_ELEMENTS
-    longest = 512 if is_few else 2048
-    columns = max(min(power_of_two(num_columns), longest), group_size, 16)
-    return _split_tile(columns, is_few, element_size)
+    columns = min(power_of_two(num_columns), 512 if is_few else 2048)
+    return _split_tile(max(columns, group_size), is_few, element_size)
+
+
+def halves_of_heads(half: int, num_rows: int, element_size: int) -> Launch:
+    """Rows that are heads, in two halves of ``half`` columns; both are in one program."""
+    columns = power_of_two(half)
+    return _split_tile(columns, num_rows * half <= _FEW_ELEMENTS, element_size)
 
 
 @functools.cache
@@ -60,8 +70,8 @@ def _tile(columns: int, is_few: bool, element_size: int) -> Launch:
 
 @functools.cache
 def _split_tile(columns: int, is_few: bool, element_size: int) -> Launch:
-    rows = max(1, (_MIN_FEW_TILE if is_few else 2048) // columns)
-    return Launch(rows, columns, _warps(rows * columns, 16 // element_size))
+    rows = max(1, (512 if is_few else 2048) // columns)
+    return Launch(rows, columns, _warps(rows * columns, (16 if is_few else 32) // element_size))
 
 
 def _warps(num_elements: int, per_thread: int) -> int:

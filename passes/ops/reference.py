@@ -55,6 +55,19 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat(rotated, dim=-1).to(x.dtype)
 
 
+def qk_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Norm of each head by itself, then its rotation."""
+    return rope(rms_norm(q, q_weight, eps), cos, sin), rope(rms_norm(k, k_weight, eps), cos, sin)
+
+
 def static_quant(y: Tensor, scale: Tensor) -> Tensor:
     """Quantise by a given scale. See Note [Scales]."""
     return _saturate(y.float() * scale.reshape(()).reciprocal())
