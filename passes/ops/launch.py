@@ -35,9 +35,7 @@ class Launch:
     num_warps: int
 
 
-def reduced_rows(
-    num_columns: int, num_rows: int, element_size: int, group_size: int = 0
-) -> Launch:
+def reduced_rows(num_columns: int, num_rows: int, element_size: int, group_size: int = 0) -> Launch:
     """Whole rows in one program: what is reduced over a row. See Note [Two regimes]."""
     columns = power_of_two(num_columns)
     return _tile(columns, num_rows * columns <= _FEW_ELEMENTS, element_size)

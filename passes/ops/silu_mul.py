@@ -10,7 +10,7 @@ Knows nothing of graphs or patterns.
 ``silu_mul_group_quant(x, group_size=128)``            ``-> fp8, scales [.., d // group_size]``
 =====================================================  =================================
 
-``y = silu(gate) * up``, each rounded to ``x.dtype`` (Note [Rounding] in ``reference``), then ``y`` is
+``y = silu(gate) * up``, each rounded to ``x.dtype`` (Note [Rounding] in ``reference``), then it is
 quantised (Note [Scales] there). In float16 the product may overflow, as it does in plain torch.
 
 Dtypes: ``x`` float16, bfloat16 or float32; scales float32. Any leading dimensions, strided rows and

@@ -63,19 +63,20 @@ def _norm_rope(
     rows = first_row + tl.arange(0, ROWS)
     tokens = (rows // HEADS).to(tl.int64)[:, None]
     columns = columns_of(COLUMNS, x_ptr.dtype.element_ty)
-    in_half = columns < HALF
-    mask = (rows < num_rows)[:, None] & in_half[None, :]
+    mask = (rows < num_rows)[:, None] & (columns < HALF)[None, :]
     x_ptrs = x_ptr + tokens * x_stride + (rows % HEADS)[:, None] * (2 * HALF) + columns
     a, b = tl.load(x_ptrs, mask, 0.0), tl.load(x_ptrs + HALF, mask, 0.0)
     cos = tl.load(cos_ptr + tokens * cos_stride + columns, mask, 0.0).to(tl.float32)
     sin = tl.load(sin_ptr + tokens * sin_stride + columns, mask, 0.0).to(tl.float32)
-    a_weight = tl.load(weight_ptr + columns, in_half, 0.0, eviction_policy="evict_last")
-    b_weight = tl.load(weight_ptr + HALF + columns, in_half, 0.0, eviction_policy="evict_last")
+    # Of the shape of the tile, so that each thread loads what it needs.
+    weight_ptrs = weight_ptr + tl.broadcast_to(columns[None, :], [ROWS, COLUMNS])
+    a_weight = tl.load(weight_ptrs, mask, 0.0, eviction_policy="evict_last")
+    b_weight = tl.load(weight_ptrs + HALF, mask, 0.0, eviction_policy="evict_last")
     wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
     mean = tl.sum(wide_a * wide_a + wide_b * wide_b, axis=1) * (0.5 / HALF)
     inverse = tl.rsqrt(mean + eps)[:, None]
-    a = ((wide_a * inverse).to(a.dtype) * a_weight[None, :]).to(tl.float32)
-    b = ((wide_b * inverse).to(b.dtype) * b_weight[None, :]).to(tl.float32)
+    a = ((wide_a * inverse).to(a.dtype) * a_weight).to(tl.float32)
+    b = ((wide_b * inverse).to(b.dtype) * b_weight).to(tl.float32)
     out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * (2 * HALF) + columns
     tl.store(out_ptrs, (a * cos - b * sin).to(x_ptr.dtype.element_ty), mask)
     tl.store(out_ptrs + HALF, (b * cos + a * sin).to(x_ptr.dtype.element_ty), mask)

@@ -6,6 +6,8 @@ Knows nothing of dispatch; ``ops.launch`` says what tile a program has: whole ro
 computed for each, else any part of a row that is whole groups.
 """
 
+import math
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,6 +21,8 @@ from piecewise_backend.passes.ops.kernels.tiles import (
     store_quantised,
 )
 from piecewise_backend.passes.ops.launch import Launch, reduced_rows, split_rows
+
+_MINUS_LOG2_E = tl.constexpr(-math.log2(math.e))
 
 
 def silu_mul_quant(
@@ -67,7 +71,7 @@ def _silu_mul_quant_kernel(
     if scale_ptr is not None:
         reciprocal = tl.div_rn(1.0, tl.load(scale_ptr))
     wide = gate.to(tl.float32)
-    y = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype) * up
+    y = (wide / (1.0 + tl.exp2(wide * _MINUS_LOG2_E))).to(gate.dtype) * up
     store_quantised(
         y, scale_ptr, reciprocal, out_ptr + rows[:, None] * NUM_COLUMNS + columns, mask,
         scales_ptr, rows, num_rows, first_column, NUM_COLUMNS, ROWS, COLUMNS, GROUP,
