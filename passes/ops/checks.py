@@ -90,7 +90,7 @@ def group_size(given: int) -> int:
 
 def same_device(name: str, given: Tensor, x: Tensor) -> None:
     """All arguments live where x lives."""
-    if given.get_device() != x.get_device():
+    if given.device != x.device:
         raise ValueError(
             f"{name} is on {given.device} and x on {x.device}; move it with .to({str(x.device)!r})"
         )
