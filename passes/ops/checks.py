@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 MAX_ROW = 65536
-"""Most columns of a row that is reduced: it is kept in the registers of one program."""
+"""Most columns of a row that is reduced: one program keeps it in registers (and spills some of it
+from 32768 columns of float32 or 65536 of 16 bits on)."""
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 

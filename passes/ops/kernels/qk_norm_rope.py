@@ -29,8 +29,8 @@ def qk_norm_rope(
     launch: Launch | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The op; ``launch`` overrides the choice, to measure another."""
-    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    k_out = torch.empty_like(k, memory_format=torch.contiguous_format)
     q_rows, k_rows = q_out.numel() // q.size(-1), k_out.numel() // q.size(-1)
     if q_rows + k_rows:
         half = q.size(-1) // 2

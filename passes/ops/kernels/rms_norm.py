@@ -13,7 +13,7 @@ from torch import Tensor
 from piecewise_backend.passes.ops.kernels.tiles import (
     as_rows,
     columns_of,
-    new_float8,
+    new_float8_like,
     new_scales,
     on_device_of,
     store_quantised,
@@ -32,8 +32,8 @@ def rms_norm_quant(
 ) -> tuple[Tensor, ...]:
     """All six ops; ``launch`` overrides the choice, to measure another."""
     hidden = x.size(-1)
-    out, outputs = new_float8(x, hidden), []
-    outputs.append(out)
+    out = new_float8_like(x)
+    outputs = [out]
     scales = new_residual = None
     if scale is None:
         scales = new_scales(x, hidden // group_size if group_size else 1)
@@ -42,7 +42,7 @@ def rms_norm_quant(
     if residual is not None:
         residual_rows = as_rows(residual)
         residual_stride = residual_rows.stride(0)
-        new_residual = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        new_residual = torch.empty_like(x, memory_format=torch.contiguous_format)
         outputs.append(new_residual)
     num_rows = rows.size(0)
     if num_rows:
