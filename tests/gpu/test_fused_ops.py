@@ -75,7 +75,7 @@ def compare(case: Case, args: tuple[Any, ...]) -> None:
         compare_scales(got[1].cpu(), expected[1], args[0].dtype)
     if expected[2] is not None:
         assert got[2] is not None
-        assert torch.equal(got[2].cpu(), expected[2])
+        torch.testing.assert_close(got[2].cpu(), expected[2], rtol=0, atol=0, equal_nan=True)
 
 
 def compare_scales(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
