@@ -36,6 +36,7 @@ bench: ## benchmarks on a CUDA device, with the environment's own python
 	$(PYTHON) -m benchmarks.compile_time
 	$(PYTHON) -m benchmarks.call_overhead
 	$(PYTHON) -m benchmarks.modes
+	$(PYTHON) -m benchmarks.fusions
 
 clean:
 	rm -rf $(VENV) build *.egg-info
