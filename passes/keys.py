@@ -17,7 +17,7 @@ import functools
 import hashlib
 import logging
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -36,13 +36,18 @@ def key_of(item: Pass) -> str:
     if item.key is not None:
         return repr((*head, "key", item.key))
     try:
-        content = [_Describer(_package_of(part)).describe(part) for part in item.ingredients()]
+        content = content_key(item.ingredients())
     except _NoContentError as error:
         raise ConfigError(
             f"pass {item.name!r} depends on {error}, which has no content that a cache key could "
             "be made of; pass key= with a text that changes whenever the pass changes"
         ) from None
     return repr((*head, content))
+
+
+def content_key(parts: Iterable[Any]) -> str:
+    """The content of things of several packages."""
+    return repr([_Describer(_package_of(part)).describe(part) for part in parts])
 
 
 def digest(texts: list[str]) -> str:

@@ -63,6 +63,7 @@ from piecewise_backend._torch.rewriting import (
     positional_parameters,
     sort_nodes,
     target_name,
+    trace_pattern,
     value_of,
 )
 from piecewise_backend._torch.symbols import (
@@ -133,6 +134,7 @@ __all__ = [
     "source_namespace",
     "stance_is_default",
     "target_name",
+    "trace_pattern",
     "tracing_once",
     "value_of",
     "violated_guard",

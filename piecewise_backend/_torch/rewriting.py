@@ -73,6 +73,17 @@ def piece_rewriter(
     return matcher.apply
 
 
+def trace_pattern(
+    function: Callable[..., Any], example_inputs: Callable[[], Sequence[Any]]
+) -> fx.Graph:
+    """The graph of a function, decomposed as Inductor's matcher decomposes its patterns.
+
+    There is no public spelling.
+    """
+    with torch.no_grad(), torch._guards.tracing(None), unset_fake_temporarily(), FakeTensorMode():
+        return pattern_matcher.fwd_only(function, list(example_inputs())).graph
+
+
 def graph_rewriter(
     pattern: Callable[..., Any],
     replacement: Callable[..., Any],
