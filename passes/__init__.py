@@ -1,7 +1,7 @@
 """Rewriting passes over graphs: what they are, their order, how they run.
 
 `definition` a pass is data · `order` the one ordered list · `running` runs it over a graph ·
-`noops` and `functionalization` are passes ·
+`noops`, `fusions` and `functionalization` are passes, `ops` what fusions put in ·
 `validation` finds out what a pass broke · `keys` what caches compare.
 Knows nothing of the pipeline that the graphs come from.
 """
@@ -10,6 +10,7 @@ from piecewise_backend.passes.definition import Pass, Rewrite, Transform, as_pas
 from piecewise_backend.passes.order import (
     passes_for,
     register_pass,
+    register_spelling,
     warn_if_fusing_without_noops,
 )
 from piecewise_backend.passes.running import PassList, PassRecord, Write, merged
@@ -25,5 +26,6 @@ __all__ = [
     "merged",
     "passes_for",
     "register_pass",
+    "register_spelling",
     "warn_if_fusing_without_noops",
 ]

@@ -6,20 +6,30 @@ Out: the ordered passes of one model.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from piecewise_backend.errors import ConfigError
 from piecewise_backend.passes.definition import Pass, Rewrite, Transform, as_pass
 from piecewise_backend.passes.functionalization import read_before_write
+from piecewise_backend.passes.fusions import FUSIONS, Fusion, check_spelling
 from piecewise_backend.passes.keys import key_of
 from piecewise_backend.passes.noops import eliminate_noops
 
+NEVER_SLOWER: frozenset[str] = frozenset()
+"""The fusions that run where `pass_config` does not say: those that benchmarks have shown to be
+never slower, at any size, than what Inductor makes of the same. None has been measured so far."""
+
 BUILT_IN: tuple[Pass, ...] = (
     Transform(name="eliminate_noops", function=eliminate_noops),
+    *(
+        Transform(name=name, function=fusion, enabled=name in NEVER_SLOWER)
+        for name, fusion in FUSIONS.items()
+    ),
     Transform(name="read_before_write", function=read_before_write),
 )
 
@@ -85,6 +95,27 @@ def register_pass(
     return item
 
 
+def register_spelling(part: str, spelling: Callable[..., Any]) -> None:
+    """Let fusions find a part that is spelled by ops of yours, in models compiled from now on.
+
+    Args:
+        part: "rms_norm", "add_rms_norm", "silu_mul", "static_quant", "dynamic_quant",
+            "group_quant" or "row_scale".
+        spelling: a function of the parameters of the part (`spellings.PARTS`) in torch and ops
+            that do not write their arguments, `lambda x, weight, eps: torch.ops.my.norm(x, weight,
+            eps)`. It is traced, not run. It must compute what `passes/ops/reference.py` says of
+            the part: the fused op takes its place.
+
+    Raises:
+        ConfigError: there is no such part, or the function takes or returns something else.
+    """
+    check_spelling(part, spelling)
+    for position, item in enumerate(_ordered):
+        if isinstance(item, Transform) and isinstance(item.function, Fusion):
+            function = item.function.with_spelling(part, spelling)
+            _ordered[position] = dataclasses.replace(item, function=function)
+
+
 def passes_for(
     own: Sequence[Pass] = (), switches: Mapping[str, bool] | None = None
 ) -> tuple[Pass, ...]:
@@ -109,7 +140,7 @@ def passes_for(
 
 def warn_if_fusing_without_noops(passes: Sequence[Pass]) -> None:
     """A no-op in the middle of a pattern hides it."""
-    fusing = [p.name for p in passes if isinstance(p, Rewrite) and p.stage == "piece"]
+    fusing = [p.name for p in passes if _looks_for_patterns(p)]
     if fusing and "eliminate_noops" not in {item.name for item in passes}:
         warnings.warn(
             f"pass_config switches 'eliminate_noops' off, but {fusing} look for patterns, which "
@@ -117,6 +148,12 @@ def warn_if_fusing_without_noops(passes: Sequence[Pass]) -> None:
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+def _looks_for_patterns(item: Pass) -> bool:
+    if isinstance(item, Rewrite):
+        return item.stage == "piece"
+    return isinstance(item.function, Fusion)
 
 
 def _with(ordered: Sequence[Pass], made: Pass, before: str | None, after: str | None) -> list[Pass]:

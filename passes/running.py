@@ -166,4 +166,4 @@ def _change_lines(record: PassRecord) -> str:
 def _own_sources() -> str:
     """Of this package what passes are made with, so that changing it changes every key."""
     folders = (Path(__file__).parent, Path(_torch.__file__).parent)
-    return digest([path.read_text() for folder in folders for path in sorted(folder.glob("*.py"))])
+    return digest([path.read_text() for folder in folders for path in sorted(folder.rglob("*.py"))])

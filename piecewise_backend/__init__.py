@@ -29,7 +29,7 @@ from piecewise_backend.errors import (
 from piecewise_backend.guard_free import Compiled, compile
 from piecewise_backend.metrics import Metrics, prometheus_text
 from piecewise_backend.modes import resolve_cudagraph_mode
-from piecewise_backend.passes import PassRecord, Rewrite, register_pass
+from piecewise_backend.passes import PassRecord, Rewrite, register_pass, register_spelling
 from piecewise_backend.registry import register_splitting_op
 from piecewise_backend.report import Report
 from piecewise_backend.splitting import split_graph
@@ -60,6 +60,7 @@ __all__ = [
     "prometheus_text",
     "rebind",
     "register_pass",
+    "register_spelling",
     "register_splitting_op",
     "report",
     "resolve_cudagraph_mode",

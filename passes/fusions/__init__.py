@@ -13,7 +13,7 @@ import functools
 import torch
 
 import piecewise_backend.passes.ops  # noqa: F401  # defines them
-from piecewise_backend.passes.fusions.fusion import Fusion
+from piecewise_backend.passes.fusions.fusion import Fusion, check_spelling
 from piecewise_backend.passes.fusions.places import norm_quant, qk_norm_rope, silu_mul_quant
 
 _ops = torch.ops.piecewise
@@ -51,4 +51,4 @@ FUSIONS: dict[str, Fusion] = {
     "fuse_qk_norm_rope": Fusion(_ops.qk_norm_rope.default, qk_norm_rope),
 }
 
-__all__ = ["FUSIONS", "Fusion"]
+__all__ = ["FUSIONS", "Fusion", "check_spelling"]

@@ -140,9 +140,7 @@ def _stand_in(fused: fx.Node, number: int | None, value: Tensor, old: fx.Node) -
             new = graph.call_function(operator.getitem, (fused, number))
     if sizes(old) != _exprs(value.shape):
         with graph.inserting_after(new):
-            new = graph.call_function(
-                aten.reshape.default, (new, _literal_shape(tensor(old)))
-            )
+            new = graph.call_function(aten.reshape.default, (new, _literal_shape(tensor(old))))
     if new is not fused:
         new.meta = dict(old.meta)
     old.replace_all_uses_with(new)

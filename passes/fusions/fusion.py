@@ -7,15 +7,24 @@ Out: the same graph with fused ops; the count of them.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
+import torch
 from torch import Tensor, fx
 
 from piecewise_backend import _torch
+from piecewise_backend.errors import ConfigError
+from piecewise_backend.passes.fusions.comparing import traced
 from piecewise_backend.passes.fusions.fusing import Occurrence
 from piecewise_backend.passes.fusions.parts import Reader
-from piecewise_backend.passes.fusions.spellings import BUILT_IN, Spellings
+from piecewise_backend.passes.fusions.spellings import (
+    BUILT_IN,
+    PARTS,
+    Spelling,
+    Spellings,
+)
 from piecewise_backend.passes.keys import content_key
 
 Find = Callable[[Reader, fx.Node], Iterator[Occurrence]]
@@ -50,7 +59,39 @@ class Fusion:
                 return erased
         return frozenset()
 
+    def with_spelling(self, part: str, spelling: Spelling) -> Self:
+        """The same with one more way to spell a part."""
+        spelled = {**self.spellings, part: (*self.spellings[part], spelling)}
+        return dataclasses.replace(self, spellings=spelled)
+
     def uuid(self) -> str:
         """Changes whenever the outcome may change; spellings may be those of users."""
         spelled = [s for spellings in self.spellings.values() for s in spellings]
         return repr((str(self.op), content_key([self.find, *spelled])))
+
+
+def check_spelling(part: str, spelling: Spelling) -> None:
+    """Refuse what is no spelling of a part.
+
+    Raises:
+        ConfigError: there is no such part, or the function takes or returns something else.
+    """
+    known = PARTS.get(part)
+    if known is None:
+        close = difflib.get_close_matches(str(part), PARTS, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {list(PARTS)}"
+        raise ConfigError(f"a spelling is registered for {part!r}, which is no part; {hint}")
+    names = tuple(_torch.positional_parameters(spelling))
+    if names != known.parameters:
+        raise ConfigError(
+            f"the spelling of {part!r} takes {names}; its parameters must be {known.parameters}"
+        )
+    pattern = traced(spelling, torch.bfloat16, torch.device("cpu"))
+    if len(pattern.outputs) != known.num_results:
+        raise ConfigError(
+            f"the spelling of {part!r} returns {len(pattern.outputs)} tensors; "
+            f"return {known.num_results}"
+        )
+    unused = [name for name, node in pattern.parameters.items() if not node.users]
+    if unused:
+        raise ConfigError(f"the spelling of {part!r} makes no use of {unused}; it must")

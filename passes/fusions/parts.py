@@ -185,9 +185,7 @@ class Reader:
 
 def _normed(found: Found, outputs: Outputs, inside: frozenset[fx.Node]) -> Normed:
     given = found.arguments
-    return Normed(
-        given["x"], given.get("residual"), given["weight"], given["eps"], outputs, inside
-    )
+    return Normed(given["x"], given.get("residual"), given["weight"], given["eps"], outputs, inside)
 
 
 def _is_by_rows(found: Found, scales: Found) -> bool:

@@ -134,8 +134,10 @@ def _is_norm(norm: Normed) -> bool:
     x, weight = tensor(norm.x), tensor(norm.weight)
     if not _is_values(norm.x) or x.shape[-1] > MAX_ROW:
         return False
-    residual = norm.residual
-    if residual is not None and (not _is_same_kind(residual, norm.x) or sizes(residual) != sizes(norm.x)):
+    other = norm.residual
+    if other is not None and not (
+        _is_same_kind(other, norm.x) and sizes(other) == sizes(norm.x) and _is_values(other)
+    ):
         return False
     return _is_same_kind(norm.weight, norm.x) and list(weight.shape) == [x.shape[-1]]
 
@@ -155,6 +157,8 @@ def _is_values(node: fx.Node) -> bool:
     x = tensor(node)
     if x.dim() == 0 or not isinstance(x.shape[-1], int) or x.shape[-1] == 0:
         return False
+    if uncast(node)[1]:
+        return False  # it would be written as float32 only to be read by the op
     return x.dtype in DTYPES and x.device.type in _DEVICES
 
 

@@ -26,6 +26,7 @@ op saturates), a clamp to other bounds.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -134,6 +135,25 @@ def _rope_promoted(
 ) -> Tensor:
     return _rope(first, second, wide_cos, wide_sin).to(dtype)
 
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """What a spelling of a part takes, and how many tensors it returns."""
+
+    parameters: tuple[str, ...]
+    num_results: int = 1
+
+
+PARTS: Mapping[str, Part] = {
+    "rms_norm": Part(("x", "weight", "eps")),
+    "add_rms_norm": Part(("x", "residual", "weight", "eps"), 2),
+    "static_quant": Part(("y", "scale")),
+    "row_scale": Part(("y",)),
+    "dynamic_quant": Part(("y",), 2),
+    "group_quant": Part(("y", "group_size"), 2),
+    "silu_mul": Part(("x",)),
+}
+"""Those that can be spelled by custom ops."""
 
 BUILT_IN: Spellings = {
     "rms_norm": (

@@ -78,10 +78,16 @@ def trace_pattern(
 ) -> fx.Graph:
     """The graph of a function, decomposed as Inductor's matcher decomposes its patterns.
 
-    There is no public spelling.
+    There is no public spelling. Some decompositions write in place, which the graphs that Inductor
+    gives to passes do not.
     """
     with torch.no_grad(), torch._guards.tracing(None), unset_fake_temporarily(), FakeTensorMode():
-        return pattern_matcher.fwd_only(function, list(example_inputs())).graph
+        inputs = list(example_inputs())
+        module = pattern_matcher.fwd_only(function, inputs)
+        targets = [node.target for node in module.graph.nodes]
+        if any(isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable for t in targets):
+            module = pattern_matcher.fwd_only(torch.func.functionalize(module), inputs)
+        return module.graph
 
 
 def graph_rewriter(
