@@ -80,7 +80,7 @@ class Case:
 
     def plain(self, args: tuple[Any, ...]) -> Any:
         """What a model in plain torch computes: the op's outputs in its order."""
-        x, *rest = args
+        x, rest = args[0], list(args[1:])
         residual = None
         if self.is_add:
             residual = x = x + rest.pop(0)

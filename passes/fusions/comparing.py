@@ -205,7 +205,7 @@ def _arguments(node: fx.Node) -> list[Any]:
 
 def _from_last(dims: Any, node: fx.Node) -> Any:
     first = node.all_input_nodes[0]
-    rank = getattr(_torch.value_of(first), "ndim", 0)
+    rank = getattr(_torch.value_of(first), "ndim", 0) + (node.target is aten.unsqueeze.default)
     if isinstance(dims, int):
         return dims - rank if dims >= 0 else dims
     if isinstance(dims, list | tuple):

@@ -146,8 +146,6 @@ def _is_quant(quant: Quantised, x: fx.Node, num_columns: int) -> bool:
     if quant.scale is not None:
         scale = tensor(quant.scale)
         is_one = all(isinstance(size, int) and size == 1 for size in scale.shape)
-        # A scale of more dimensions would give the result as many.
-        is_one = is_one and scale.dim() <= tensor(quant.outputs[0][0]).dim()
         return is_one and scale.dtype == torch.float32 and scale.device == tensor(x).device
     size = quant.group_size
     return size is None or (size > 0 and size & (size - 1) == 0 and num_columns % size == 0)

@@ -106,11 +106,15 @@ _SHARES: tuple[Callable[[Tensor], Tensor], ...] = (
 )
 
 
+_LAST: tuple[str, ...] = ("kept", "dropped", "put back")
+
+
 def _row_scale(
-    largest: Callable[[Tensor, bool], Tensor], share: Callable[[Tensor], Tensor], keepdim: bool
+    largest: Callable[[Tensor, bool], Tensor], share: Callable[[Tensor], Tensor], last: str
 ) -> Spelling:
     def spelling(y: Tensor) -> Tensor:
-        return share(largest(y, keepdim)).clamp(min=MIN_SCALE)
+        amax = largest(y, last == "kept")
+        return share(amax.unsqueeze(-1) if last == "put back" else amax).clamp(min=MIN_SCALE)
 
     return spelling
 
@@ -168,7 +172,7 @@ BUILT_IN: Spellings = {
     "static_quant": tuple(_quantised(apply) for apply in _APPLICATIONS),
     # A dynamic quantisation in plain torch is "static_quant" by such a scale.
     "row_scale": tuple(
-        _row_scale(*choice) for choice in itertools.product(_LARGEST, _SHARES, (True, False))
+        _row_scale(*choice) for choice in itertools.product(_LARGEST, _SHARES, _LAST)
     ),
     "dynamic_quant": (),
     "group_quant": (),
