@@ -37,6 +37,7 @@ bench: ## benchmarks on a CUDA device, with the environment's own python
 	$(PYTHON) -m benchmarks.call_overhead
 	$(PYTHON) -m benchmarks.modes
 	$(PYTHON) -m benchmarks.fusions
+	$(PYTHON) -m benchmarks.fused_layers
 
 clean:
 	rm -rf $(VENV) build *.egg-info

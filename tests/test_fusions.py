@@ -180,7 +180,7 @@ def test_norms_that_are_rounded_as_the_op_rounds(norm: Function, dtype: torch.dt
 @pytest.mark.parametrize("quantise", ["static", "dynamic", "group"])
 @pytest.mark.parametrize("norm", [of_torch, weight_in_float32])
 def test_norms_that_are_rounded_once(norm: Function, quantise: str, dtype: torch.dtype) -> None:
-    """Notes in `spellings`: one value in thirty."""
+    """Note [The same numbers] in `spellings`."""
     args = norm_arguments(dtype)
     model = quantised(norm, quantise)
     found = rewritten(model, args)
@@ -711,7 +711,7 @@ def heads(
 
 @pytest.mark.parametrize("angle_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rotations_that_are_not_float32_throughout(angle_dtype: torch.dtype) -> None:
-    """With float32 angles by promotion: to the bit. All in bfloat16: Notes in `spellings`."""
+    """With float32 angles by promotion: to the bit. All in bfloat16: Note [The same numbers]."""
     model, args = heads({"narrow": True})
     args = (*args[:4], *(arg.to(angle_dtype) for arg in args[4:]))
     found = rewritten(model, args)

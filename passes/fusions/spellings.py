@@ -7,17 +7,18 @@ Knows nothing of graphs: a spelling is traced, by Inductor's own decompositions,
 of their own.
 
 Note [The same numbers]
-A fused op computes what `ops.reference` says. A part computes that to the bit, except for:
+A fused op computes what `ops.reference` says. A part computes that to the bit, except
+for these, which tests bound as said:
 
 - `divided`: `y / scale` where the op has `y * (1 / scale)`, and `amax / 448` where it has
-  `amax * (1 / 448)`: one rounding of float32 away. Scales differ in their last bit, and about one
-  float8 value in a million is the neighbour.
+  `amax * (1 / 448)`: one rounding of float32 away. Scales differ in their last bit, and at most
+  1 in 1000 float8 values is the neighbour.
 - `rounded once`: a norm that is float32 up to and including its weight, as `F.rms_norm` is, where
   the op rounds after the norm and after the weight; likewise a residual that is added in float32
-  and normalised before it is rounded. One float8 value in thirty is the neighbour. (Inductor does
+  and normalised before it is rounded. At most 1 in 30 float8 values is the neighbour. (Inductor does
   not round between ops that it fuses, so that it is as far from eager.)
 - `rotated as stored`: a rotary embedding in float16 or bfloat16, where the op is float32 and rounds
-  once. A few units in the last place of the larger of the two that are rotated.
+  once. 3 units in the last place of the largest of its head.
 
 What would be further off is no spelling: another lower bound of dynamic scales than `MIN_SCALE`
 (a row of small values would get another scale), a cast that does not clamp (it gives NaN where the
