@@ -53,6 +53,9 @@ class Rewrite:
     """Whether it runs where `pass_config` does not say."""
     key: str | None = None
     """Stands for the functions in cache keys, instead of their content."""
+    uncut: Sequence[str] = ()
+    """Ops ("ns::op") that the pattern has to find inside of a piece, so that the graph must not be
+    cut at them. See `uncut`, the module, for when that is granted."""
 
     def matcher(self) -> Callable[[fx.Graph], int]:
         """A function that rewrites a graph and counts; costs a trace of the pattern."""
@@ -76,6 +79,7 @@ class Transform:
     min_matches: int = 0
     enabled: bool = True
     key: str | None = None
+    uncut: Sequence[str] = ()
 
     def matcher(self) -> Function:
         """The function itself."""
@@ -124,6 +128,15 @@ def _checked(made: Pass) -> Pass:
     least = made.min_matches
     if not isinstance(least, int) or isinstance(least, bool) or least < 0:
         raise ConfigError(f"pass {made.name!r} has min_matches={least!r}; give an integer")
+    if isinstance(made.uncut, str) or not all("::" in str(op) for op in made.uncut):
+        raise ConfigError(
+            f"pass {made.name!r} has uncut={made.uncut!r}; give a list of names such as ['ns::op']"
+        )
+    if made.uncut and made.stage == "graph":
+        raise ConfigError(
+            f"pass {made.name!r} has uncut={made.uncut!r}, but stage 'graph' sees the graph before "
+            "it is cut; leave one of them out"
+        )
     if isinstance(made, Rewrite):
         _check_parameters(made)
     return made

@@ -51,6 +51,7 @@ def register_pass(
     min_matches: int | None = None,
     enabled: bool | None = None,
     key: str | None = None,
+    uncut: Sequence[str] | None = None,
 ) -> Any:
     """Add a pass for all models compiled from now on.
 
@@ -70,6 +71,8 @@ def register_pass(
         enabled: False: it runs only where `pass_config={name: True}`.
         key: stands for the functions in cache keys. Needed only if they depend on something
             that has no content to compare. It must change whenever what the pass does changes.
+        uncut: ops that it has to find inside of a piece, as "ns::op": the graph is not cut at
+            those that may be captured in every batch (`capture="always"`).
 
     Returns:
         `item`, unchanged.
@@ -88,8 +91,17 @@ def register_pass(
             min_matches=min_matches,
             enabled=enabled,
             key=key,
+            uncut=uncut,
         )
-    made = as_pass(item, name=name, stage=stage, min_matches=min_matches, enabled=enabled, key=key)
+    made = as_pass(
+        item,
+        name=name,
+        stage=stage,
+        min_matches=min_matches,
+        enabled=enabled,
+        key=key,
+        uncut=uncut,
+    )
     key_of(made)
     _ordered[:] = _with(_ordered, made, before, after)
     return item

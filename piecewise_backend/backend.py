@@ -33,6 +33,8 @@ from piecewise_backend.registry import SplitOps
 from piecewise_backend.runtime import Runtime
 from piecewise_backend.session import Session
 from piecewise_backend.splitting import split_graph
+from piecewise_backend.steps import SplitGraph
+from piecewise_backend.uncut import leave_uncut
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +70,7 @@ def piecewise(
     dump = GraphDump(config.dump_dir)
     passes = Passes.of(config)
     gm, graph_passes = passes.rewrite_whole_graph(gm, dump)
-    split = split_graph(gm, SplitOps.resolve(config.splitting_ops))
+    split, uncut = passes.split(gm, config)
     counters.add(
         num_graphs_seen=1,
         num_piecewise_graphs_seen=len(split.steps),
@@ -77,7 +79,7 @@ def piecewise(
     compiler = _make_compiler(config, counters, passes, dump)
     # Compiling makes many objects and few cycles: looking for them only takes time.
     with collector_paused(collects_first=False):
-        compiled = compile_graph(split, example_inputs, compiler, graph_passes)
+        compiled = compile_graph(split, example_inputs, compiler, graph_passes, uncut)
     passes.require_matches(compiled)
     dump.write_graph(split, compiled.instances)
     log.info(
@@ -135,6 +137,11 @@ class Passes:
         records = self.graph.run(copied, "the whole graph", dump.pass_writer("graph"))
         self.graph.require_matches({"the whole graph": records})
         return rewritten, records
+
+    def split(self, gm: fx.GraphModule, config: Config) -> tuple[SplitGraph, str]:
+        """Cut where no pass has to see across, and what became of the wishes of passes."""
+        ops, uncut = leave_uncut(SplitOps.resolve(config.splitting_ops), self.piece.passes)
+        return split_graph(gm, ops), uncut
 
     def require_matches(self, compiled: CompiledGraph) -> None:
         """Every piece pass matched as often as it must; without compiled pieces it cannot say."""

@@ -44,6 +44,8 @@ class CompiledGraph:
     """Step index of a piece -> its position among the instances."""
     graph_passes: tuple[PassRecord, ...] = ()
     """What passes did before the graph was split."""
+    uncut: str = ""
+    """Which op stays inside of a piece for which pass, or why it does not."""
 
     def pass_records(self) -> dict[str, tuple[PassRecord, ...]]:
         """What passes did, by the graph that they ran over; versions of a piece added up."""
@@ -125,6 +127,7 @@ def compile_graph(
     example_args: Sequence[Any],
     compiler: PieceCompiler,
     graph_passes: tuple[PassRecord, ...] = (),
+    uncut: str = "",
 ) -> CompiledGraph:
     """Compile every distinct piece once, at the sizes of the trace.
 
@@ -147,6 +150,7 @@ def compile_graph(
         numbers=tuple(SizeFunction(split.symbols, numbers_of(i.inputs)) for i in instances),
         position_of={instance.piece.index: i for i, instance in enumerate(instances)},
         graph_passes=graph_passes,
+        uncut=uncut,
     )
     compiled.choices_at(sizes)
     return compiled

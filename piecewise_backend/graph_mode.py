@@ -18,11 +18,16 @@ def graph_mode(graph: CompiledGraph, config: Config) -> tuple[CUDAGraphMode, str
     """See `modes` for what split ops allow.
 
     Returns:
-        The mode, and the reason why it is not the one asked for, or "".
+        The mode, and why it or what is captured is not what was asked for, or "".
 
     Raises:
         ConfigError: the mode needs a split op in a graph that may not be in one.
     """
+    mode, reason = _by_split_ops(graph, config)
+    return mode, "; ".join(filter(None, (graph.uncut, reason)))
+
+
+def _by_split_ops(graph: CompiledGraph, config: Config) -> tuple[CUDAGraphMode, str]:
     asked = config.cudagraph_mode
     if asked is CUDAGraphMode.NONE:
         return asked, ""
