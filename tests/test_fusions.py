@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from piecewise_backend.passes import PassList, passes_for
 from piecewise_backend.passes.ops.reference import MIN_SCALE
 from tests.fused_ops import (
     CASES,
@@ -763,3 +765,102 @@ def test_cosines_of_whole_heads_may_have_two_halves() -> None:
         )
 
     assert rewritten(model, heads()[1]).matches == {}
+
+
+# Places
+
+
+def traced_in_order(function: Function, args: tuple[Tensor, ...]) -> fx.GraphModule:
+    """As written: Inductor would move nodes to their readers."""
+    table = torch._inductor.decomposition.select_decomp_table()
+    with torch.no_grad():
+        return make_fx(function, table, tracing_mode="fake")(*args)
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_readers_do_not_move_behind_what_draws_numbers(draws: bool) -> None:
+    """The sum has a reader before the scale is known; as a result of the op it comes later."""
+
+    def model(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
+        total = x + residual
+        early = total.sin()
+        late = torch.rand_like(scale) * 0 if draws else scale * 0
+        return plain_static(plain_norm(total, weight, EPS), scale + late), early, total
+
+    x, weight, scale = norm_arguments()
+    args = (x, values(6, 256, seed=2), weight, scale)
+    gm = traced_in_order(model, args)
+    (fuse,) = [
+        item
+        for item in passes_for((), {"fuse_add_rms_norm_static_quant": True})
+        if item.name == "fuse_add_rms_norm_static_quant"
+    ]
+    (record,) = PassList([fuse], validate=True).run(gm.graph, "a test")
+    gm.recompile()
+    assert record.matches == (not draws)
+    for a, b in zip(gm(*args), model(*args), strict=True):
+        assert torch.equal(a.float(), b.float())
+
+
+def test_an_input_that_is_written_afterwards() -> None:
+    def model(x: Tensor, weight: Tensor, scale: Tensor) -> Any:
+        quantised = plain_static(plain_norm(x, weight, EPS), scale)
+        x.add_(1)
+        return quantised, x.sin()
+
+    first, second = norm_arguments(), norm_arguments()
+    found = rewritten(model, norm_arguments())
+    assert found.matches == {"rms_norm_static_quant": 1}
+    got, expected = found.module(*fresh(found, first)), model(*second)
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a.float(), b.float())
+
+
+def fresh(found: Rewritten, args: tuple[Tensor, ...]) -> list[Any]:
+    """The inputs of a graph with tensors of the same shapes in place of its own."""
+    by_shape = {tuple(arg.shape): arg for arg in args}
+    return [by_shape[tuple(v.shape)] if isinstance(v, Tensor) else v for v in found.inputs]
+
+
+def test_norms_of_the_same_values() -> None:
+    """What they have in common is read by both ops; nothing else is."""
+
+    def model(x: Tensor, weight: Tensor, scale: Tensor) -> Any:
+        one = plain_static(plain_norm(x, weight, 1e-5), scale)
+        return one, plain_static(plain_norm(x, weight.sin(), 1e-3), scale)
+
+    found = rewritten(model, norm_arguments())
+    assert found.matches == {"rms_norm_static_quant": 2}
+    equal(found, model, norm_arguments())
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda x: x[2:5],
+        lambda x: x[0],
+        lambda x: x[:1].expand(4, 256),
+        lambda x: x.view(2, 3, 256),
+        lambda x: x[:0],
+    ],
+)
+def test_values_of_any_leading_sizes(take: Function) -> None:
+    def model(x: Tensor, weight: Tensor, scale: Tensor) -> Any:
+        y = plain_norm(take(x), weight, EPS)
+        return plain_static(y, scale)
+
+    found = rewritten(model, norm_arguments(), num_dynamic=0)
+    assert found.matches == {"rms_norm_static_quant": 1}
+    equal(found, model, norm_arguments())
+
+
+def test_results_that_are_read_in_many_ways() -> None:
+    def model(x: Tensor, weight: Tensor) -> Any:
+        quantised, scales = plain_group(plain_norm(x, weight, EPS), 64)
+        wide = quantised.view(-1, 4, 64).float() * scales[..., None]
+        return wide, scales.t(), scales.sum(), quantised.view(torch.uint8)
+
+    args = norm_arguments()[:2]
+    found = rewritten(model, args)
+    assert found.matches == {"rms_norm_group_quant": 1}
+    equal(found, model, args)
