@@ -113,10 +113,10 @@ def register_spelling(part: str, spelling: Callable[..., Any]) -> None:
     Args:
         part: "rms_norm", "add_rms_norm", "silu_mul", "static_quant", "dynamic_quant",
             "group_quant" or "row_scale".
-        spelling: a function of the parameters of the part (`spellings.PARTS`) in torch and ops
-            that do not write their arguments, `lambda x, weight, eps: torch.ops.my.norm(x, weight,
-            eps)`. It is traced, not run. It must compute what `passes/ops/reference.py` says of
-            the part: the fused op takes its place.
+        spelling: a function of the parameters of the part (`spellings.PARTS`) in torch and ops of
+            yours, `lambda x, weight, eps: torch.ops.my.norm(x, weight, eps)`; where an op writes
+            its result into an argument, the function makes that. It is traced, not run. It must
+            compute what `passes/ops/reference.py` says: the fused op takes its place.
 
     Raises:
         ConfigError: there is no such part, or the function takes or returns something else.

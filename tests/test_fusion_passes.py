@@ -137,6 +137,86 @@ def test_near_misses_of_ops() -> None:
     assert rewritten(used, (x, weight, scale)).matches == {}
 
 
+OUT = "(Tensor(a!) out, Tensor x, Tensor w, float eps) -> ()"
+IN_PLACE = "(Tensor(a!) x, Tensor(b!) r, Tensor w, float eps) -> ()"
+TO_FP8 = "(Tensor(a!) out, Tensor y, Tensor scale) -> ()"
+
+
+def norm_out(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+    out.copy_(plain_norm(x, weight, eps))
+
+
+def norm_in_place(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+    y, total = norm_of_sum(x, residual, weight, eps)
+    x.copy_(y)
+    residual.copy_(total)
+
+
+def fp8_out(out: Tensor, y: Tensor, scale: Tensor) -> None:
+    out.copy_(plain_static(y, scale))
+
+
+for name, schema, function in (
+    ("norm_out", OUT, norm_out),
+    ("norm_in_place", IN_PLACE, norm_in_place),
+    ("fp8_out", TO_FP8, fp8_out),
+):
+    torch.library.define(f"pwfusion::{name}", schema)
+    torch.library.impl(f"pwfusion::{name}", "CompositeExplicitAutograd", function)
+    torch.library.register_fake(f"pwfusion::{name}", lambda *args: None)
+
+
+def norm_into(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    out = torch.empty_like(x)
+    mine.norm_out(out, x, weight, eps)
+    return out
+
+
+def sum_in_place(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    mine.norm_in_place(x, residual, weight, eps)
+    return x, residual
+
+
+def fp8_into(y: Tensor, scale: Tensor) -> Tensor:
+    out = torch.empty_like(y, dtype=FP8)
+    mine.fp8_out(out, y, scale)
+    return out
+
+
+@pytest.mark.parametrize("is_add", [False, True], ids=["norm", "norm of a sum, in place"])
+def test_ops_that_write_their_results(is_add: bool) -> None:
+    """As kernel libraries have them; in the graph they are functional, with copies."""
+
+    def model(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
+        x, residual = x.sin(), residual.cos()
+        if is_add:
+            y, residual = sum_in_place(x, residual, weight, 3e-6)
+        else:
+            y = norm_into(x, weight, 3e-6)
+        return fp8_into(y, scale), residual
+
+    x, weight, scale = norm_arguments()
+    args = (x, values(6, 256, seed=2), weight, scale)
+    assert rewritten(model, args).matches == {}
+    pw.register_spelling("rms_norm", norm_into)
+    pw.register_spelling("add_rms_norm", sum_in_place)
+    pw.register_spelling("static_quant", fp8_into)
+    found = rewritten(model, args)
+    assert found.matches == {f"{'add_' * is_add}rms_norm_static_quant": 1}
+    assert not any("auto_functionalized" in op or op == "empty" for op in found.ops())
+    equal(found, model, args)
+
+
+def test_an_op_that_writes_what_others_read() -> None:
+    def model(x: Tensor, weight: Tensor, scale: Tensor) -> Any:
+        y = norm_into(x.sin(), weight, EPS)
+        return fp8_into(y, scale), y + 1
+
+    pw.register_spelling("rms_norm", norm_into)
+    pw.register_spelling("static_quant", fp8_into)
+    assert rewritten(model, norm_arguments()).matches == {}
+
+
 @pytest.mark.parametrize(
     ("part", "spelling", "message"),
     [

@@ -15,7 +15,8 @@ Note [What is the same]
 The same op, dtype and constants. Operands of sums and products may be swapped. Dimensions count
 from the last, so that ranks do not matter. Casts of the same tensor are the same wherever they
 stand, as Inductor does not merge them. A parameter stands for any tensor, and for the same one
-wherever it appears. Shapes of what parameters stand for are left to preconditions.
+wherever it appears. Memory that is made to be written is the same as any other. Shapes of what
+parameters stand for are left to preconditions.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from piecewise_backend.passes.fusions.spellings import Spelling
 
 aten = torch.ops.aten
 CAST = torch.ops.prims.convert_element_type.default
+FACTORIES = (aten.empty.memory_format, aten.empty_strided.default)
+"""Memory that an op writes its result to: all there is to compare is the dtype."""
 _COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)
 # Values that occur nowhere else; the epsilon is a float32, as some decompositions make it one.
 _NUMBERS: Mapping[str, float | int] = {"eps": 51 / 4096, "group_size": 64}
@@ -191,8 +194,10 @@ def _orders(node: fx.Node) -> Iterator[list[Any]]:
 
 def _arguments(node: fx.Node) -> list[Any]:
     """All arguments of a call, defaults too; dimensions counted from the last."""
+    if node.target in FACTORIES:
+        return []
     if not isinstance(node.target, torch._ops.OpOverload):
-        return [*node.args, *node.kwargs.values()]
+        return [*node.args, *(part for item in sorted(node.kwargs.items()) for part in item)]
     values = []
     for position, declared in enumerate(node.target._schema.arguments):
         is_given = position < len(node.args)

@@ -8,6 +8,7 @@ Knows nothing of which parts there are.
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from piecewise_backend import _torch
-from piecewise_backend.passes.fusions.comparing import CAST
+from piecewise_backend.passes.fusions.comparing import CAST, FACTORIES
 from piecewise_backend.passes.fusions.parts import VIEWS, Outputs, sizes, tensor
 
 aten = torch.ops.aten
@@ -45,7 +46,7 @@ class Occurrence:
         return {node for nodes in self.outputs for node in nodes}
 
     def is_self_contained(self) -> bool:
-        """Nobody else needs what lies inside; casts and views of an input stay for those who do."""
+        """Nobody else needs what lies inside; casts and views of an input stay for those."""
         inputs, made = self.inputs, self.made
         inside = self.inside - made - inputs
         return all(
@@ -77,6 +78,8 @@ class Occurrence:
 
 
 def _is_seen_through(node: fx.Node, inputs: set[fx.Node]) -> bool:
+    if node.target in FACTORIES:
+        return True
     while node.target in (CAST, *VIEWS):
         node = node.all_input_nodes[0]
         if node in inputs:
@@ -112,7 +115,10 @@ def _is_like(old: fx.Node, new: Tensor) -> bool:
     was = tensor(old)
     if was.dtype != new.dtype or was.device != new.device or not _is_packed(was):
         return False
-    return sizes(old) == _exprs(new.shape) or _literal_shape(was) is not None
+    if sizes(old) == _exprs(new.shape):
+        return True
+    is_as_many = math.prod(sizes(old)) == math.prod(_exprs(new.shape))
+    return is_as_many and _literal_shape(was) is not None
 
 
 def _is_packed(value: Tensor) -> bool:

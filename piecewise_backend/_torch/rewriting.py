@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import pattern_matcher
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.fx import subgraph_rewriter
 from torch.utils import _pytree as pytree
 
@@ -78,15 +79,16 @@ def trace_pattern(
 ) -> fx.Graph:
     """The graph of a function, decomposed as Inductor's matcher decomposes its patterns.
 
-    There is no public spelling. Some decompositions write in place, which the graphs that Inductor
-    gives to passes do not.
+    There is no public spelling. Ops that write, which some decompositions have too, are made
+    functional as they are in the graphs that Inductor gives to passes.
     """
     with torch.no_grad(), torch._guards.tracing(None), unset_fake_temporarily(), FakeTensorMode():
         inputs = list(example_inputs())
         module = pattern_matcher.fwd_only(function, inputs)
         targets = [node.target for node in module.graph.nodes]
         if any(isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable for t in targets):
-            module = pattern_matcher.fwd_only(torch.func.functionalize(module), inputs)
+            functional = dispatch_functionalize(module, FunctionalTensorMode())
+            module = pattern_matcher.fwd_only(functional, inputs)
         return module.graph
 
 
