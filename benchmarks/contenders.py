@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import piecewise_backend as pw
 from benchmarks.workload import Workload
 from examples.engine import ModelInputs
+from piecewise_backend.batch import CUDAGraphMode
 from piecewise_backend.entry import Entry
 from piecewise_backend.plan import dynamic_plan
 from piecewise_backend.runtime import Runtime
@@ -80,7 +81,7 @@ class Parts:
     @classmethod
     def of(cls, ours: Ours, inputs: ModelInputs) -> "Parts":
         """Take the plan that serves these inputs apart, by watching what it calls."""
-        captured = ours.runtime.captures.sizes[inputs[0].shape[0]]
+        captured = ours.runtime.captures.captured[CUDAGraphMode.PIECEWISE, inputs[0].shape[0], 0]
         args = ours.flat_args(inputs)
         with _watched(captured.plan.function.__globals__) as calls:
             (result,) = ours.runtime.call(*args)

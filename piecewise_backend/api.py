@@ -204,7 +204,7 @@ def _buffers(runtime: Runtime, num_tokens: int) -> dict[str, torch.Tensor]:
     if isinstance(decision, FallbackReason):
         return {}
     for target in decision:
-        if captures.find(target.mode, target.size, target.num_active_loras):
+        if target.key in captures.captured:
             with _torch.ordinary_tensors():
                 return captures.buffers(token_dim.padded(sizes, target.size), sizes)
     return {}

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Collection
+from decimal import Decimal
 
 from piecewise_backend.batch import CUDAGraphMode
 from piecewise_backend.costs import MIB, MemoryUse, mib
@@ -53,12 +54,12 @@ def memory_limit(name: str, value: object) -> int | float | None:
 
 
 def _number(text: str) -> int | float | None:
-    match = re.fullmatch(r"(\d+|\d*\.\d+) ?(|KiB|MiB|GiB)", text.strip())
+    match = re.fullmatch(r"(\d{1,30}|\d{0,30}\.\d{1,30}) ?(|KiB|MiB|GiB)", text.strip())
     if match is None:
         return None
     digits, unit = match.groups()
     if unit:
-        return int(float(digits) * _UNITS[unit])
+        return int(Decimal(digits) * _UNITS[unit])
     return float(digits) if "." in digits else int(digits)
 
 
@@ -107,18 +108,22 @@ class Estimate:
         )
 
 
-def sizes_that_fit(sizes: Collection[int], room_bytes: int, bytes_per_size: int) -> tuple[int, ...]:
+def sizes_that_fit(
+    sizes: Collection[int], room_bytes: int | None, bytes_per_size: int
+) -> tuple[int, ...]:
     """Those of some sizes, not captured yet, that there is room for.
 
     The smallest is kept longest, and the rest chosen for the least expected padding.
 
     Args:
         sizes: in any order.
-        room_bytes: that they may take.
+        room_bytes: that they may take; None if there is no limit.
         bytes_per_size: what each of them takes.
     """
     ascending = tuple(sorted(sizes))
-    if bytes_per_size <= 0 or len(ascending) * bytes_per_size <= room_bytes:
+    if room_bytes is None or bytes_per_size <= 0:
         return ascending
     num_kept = max(room_bytes, 0) // bytes_per_size
+    if num_kept >= len(ascending):
+        return ascending
     return within_budget(ascending, num_kept) if num_kept > 1 else ascending[:num_kept]

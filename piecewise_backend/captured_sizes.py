@@ -11,10 +11,11 @@ import dataclasses
 from collections.abc import Callable, Collection
 from typing import Any
 
-from piecewise_backend.batch import CUDAGraphMode
+from piecewise_backend.batch import BatchDescriptor, CUDAGraphMode
 from piecewise_backend.budget import Estimate
 from piecewise_backend.capture_request import CapturedSize
 from piecewise_backend.costs import NOTHING, CaptureCost, MemoryUse
+from piecewise_backend.dispatch import STATIC_SIZE, Dispatcher
 from piecewise_backend.statistics import Tally
 
 Key = tuple[CUDAGraphMode, int, int]
@@ -24,122 +25,83 @@ Key = tuple[CUDAGraphMode, int, int]
 class CapturedSizes:
     """Captures of pieces and of whole steps."""
 
-    def __init__(self) -> None:
-        self.sizes: dict[int, CapturedSize] = {}
-        """Captured piece by piece."""
-        self.steps: dict[tuple[int, int], CapturedSize] = {}
-        """Captured as whole steps, by size and number of adapters."""
-        self.prepared: dict[Any, tuple[Callable[..., Any], tuple[Any, ...], Tally]] = {}
-        """By symbol values, and facts if some are stated: a plan, the views that it needs for
-        them, and where its replays are counted."""
-        self.failed: dict[int, str] = {}
-        """Sizes whose capture failed, with the error; tried again after the next warm-up."""
-        self.failed_steps: dict[tuple[int, int], str] = {}
-        """The same of whole steps."""
-        self.costs: dict[Key, CaptureCost] = {}
-        """What each capture that is kept took, in the order of the captures."""
-        self.memory_use = NOTHING
-        """What they and those that were given up took together and did not give back, as far as it
-        was measured."""
-        self.reusable_bytes = 0
-        """Part of it: what the driver keeps of graphs that were given up, for graphs to come."""
-        self.estimates: dict[CUDAGraphMode, Estimate] = {}
-        """What warm-up expected all sizes of a mode to take, or those that fit the budget."""
+    def __init__(self, dispatcher: Dispatcher, is_varying: bool) -> None:
+        """Nothing yet.
 
-    def keep(self, captured: CapturedSize, cost: CaptureCost) -> None:
-        """Add a capture."""
-        mode, size, num_active_loras = cost.mode, cost.size, cost.num_active_loras
-        if mode is CUDAGraphMode.FULL:
-            self.steps[size, num_active_loras] = captured
-        else:
-            self.sizes[size] = captured
-        self.costs[mode, size, num_active_loras] = cost
-        self.memory_use += cost.memory
-        self.reusable_bytes -= self._reused_by(cost)
+        Args:
+            dispatcher: with all sizes.
+            is_varying: the graph has a token dimension.
+        """
+        self.dispatcher = dispatcher
+        """Less the sizes that are not to have graphs of this instance."""
+        self._is_varying = is_varying
+        self.captured: dict[Key, CapturedSize] = {}
+        """What serves, in the order of the captures."""
+        self.costs: dict[Key, CaptureCost] = {}
+        """What each of them took."""
+        self.errors: dict[Key, str] = {}
+        """Why there is no capture: it failed, or is wrong. Tried again by the next warm-up."""
+        self.prepared: dict[Any, tuple[Callable[..., Any], tuple[Any, ...], Tally]] = {}
+        """By symbol values, and by what kind of batch is stated if one is: a plan, the views that
+        it needs for them, and where its replays are counted."""
+        self.estimates: dict[CUDAGraphMode, Estimate] = {}
+        """What warm-up expected all sizes of a mode to take when it captured the first of them."""
+        self._held_bytes: dict[Key, int] = {}
+        self._most_held_bytes: dict[CUDAGraphMode, int] = {}
+
+    def has(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> bool:
+        """It is captured, or is known not to be possible, or is not to be."""
+        size = descriptor.num_tokens if self._is_varying else STATIC_SIZE
+        key = (mode, size, descriptor.num_active_loras)
+        is_left_out = (mode, size) in self.dispatcher.left_out
+        return is_left_out or key in self.captured or key in self.errors
+
+    def try_all_again(self) -> None:
+        """Whatever was left out, or could not be captured, may be captured."""
+        self.dispatcher = self.dispatcher.with_all_sizes()
+        self.errors.clear()
+        self.prepared.clear()
+
+    def keep(self, captured: CapturedSize, cost: CaptureCost, held_bytes: int) -> None:
+        """Add a capture.
+
+        Args:
+            held_bytes: what the driver holds for it, new or used again.
+        """
+        key = (cost.mode, cost.size, cost.num_active_loras)
+        self.captured[key], self.costs[key], self._held_bytes[key] = captured, cost, held_bytes
+        self._most_held_bytes[cost.mode] = max(held_bytes, self._most_held_bytes.get(cost.mode, 0))
         self.prepared.clear()  # there may be better graphs for a batch now
 
-    def _reused_by(self, cost: CaptureCost) -> int:
-        """Bytes by which a capture took less than expected, as it found some."""
-        if (estimate := self.estimates.get(cost.mode)) is None:
-            return self.reusable_bytes  # nobody knows: perhaps all
-        found = max(estimate.bytes_per_size - cost.memory.driver_bytes, 0)
-        return min(found, self.reusable_bytes)
+    def keys_of(self, mode: CUDAGraphMode, sizes: Collection[int] | None = None) -> list[Key]:
+        """Of what was captured in a mode, at some sizes or at all."""
+        return [k for k in self.captured if k[0] is mode and (sizes is None or k[1] in sizes)]
 
-    @property
-    def bytes_in_use(self) -> int:
-        """What the captures that are kept take."""
-        return self.memory_use.num_bytes - self.reusable_bytes
+    def sizes_of(self, mode: CUDAGraphMode) -> tuple[int, ...]:
+        """The sizes that were captured in a mode, descending."""
+        return tuple(sorted({size for _, size, _ in self.keys_of(mode)}, reverse=True))
 
     def memory_by_size(self, mode: CUDAGraphMode) -> dict[int, MemoryUse]:
         """What captures of a mode took, in their order; all numbers of adapters together."""
         found: dict[int, MemoryUse] = {}
-        for cost in self.costs.values():
-            if cost.mode is mode:
-                found[cost.size] = found.get(cost.size, NOTHING) + cost.memory
+        for key in self.keys_of(mode):
+            found[key[1]] = found.get(key[1], NOTHING) + self.costs[key].memory
         return found
 
-    def remove(self, mode: CUDAGraphMode, sizes: Collection[int]) -> int:
-        """Give captures up; returns the bytes that the driver held for them."""
-        driver_bytes = 0
-        for key in [key for key in self.costs if key[0] is mode and key[1] in sizes]:
-            driver_bytes += self.costs.pop(key).memory.driver_bytes
-            if mode is CUDAGraphMode.FULL:
-                self.steps.pop(key[1:], None)
-            else:
-                self.sizes.pop(key[1], None)
+    def expected_driver_bytes(self, mode: CUDAGraphMode) -> int | None:
+        """What a size of a mode takes outside of the pool if nothing is used again, as far as is
+        known."""
+        if (estimate := self.estimates.get(mode)) is not None:
+            return estimate.bytes_per_size
+        return self._most_held_bytes.get(mode)
+
+    def remove(self, keys: Collection[Key]) -> int:
+        """Forget captures; returns the bytes that the driver held for them."""
         self.prepared.clear()
-        return driver_bytes
+        for key in keys:
+            del self.captured[key], self.costs[key]
+        return sum(self._held_bytes.pop(key) for key in keys)
 
-    def fail(self, mode: CUDAGraphMode, size: int, num_active_loras: int, error: str) -> None:
-        """Remember why there is no capture."""
-        if mode is CUDAGraphMode.FULL:
-            self.failed_steps[size, num_active_loras] = error
-        else:
-            self.failed[size] = error
-
-    def find(self, mode: CUDAGraphMode, size: int, num_active_loras: int) -> CapturedSize | None:
-        """What was captured in a mode at a size."""
-        if mode is CUDAGraphMode.FULL:
-            return self.steps.get((size, num_active_loras))
-        return self.sizes.get(size)
-
-    def error_of(self, mode: CUDAGraphMode, size: int, num_active_loras: int) -> str | None:
-        """Why there is no such capture, if it failed."""
-        if mode is CUDAGraphMode.FULL:
-            return self.failed_steps.get((size, num_active_loras))
-        return self.failed.get(size)
-
-    def disable(
-        self, mode: CUDAGraphMode, size: int, num_active_loras: int, fault: str, is_padded: bool
-    ) -> None:
-        """Serve nothing from a capture any more; or, if padding is the fault, nothing padded."""
-        captures: dict[Any, CapturedSize] = self.sizes
-        key: Any = size
-        if mode is CUDAGraphMode.FULL:
-            captures, key = self.steps, (size, num_active_loras)
-        if is_padded:
-            captures[key] = dataclasses.replace(captures[key], padding_fault=fault)
-            return
-        del captures[key]
-        self.memory_use -= self.costs.pop((mode, size, num_active_loras)).memory
-        self.fail(mode, size, num_active_loras, fault)
-
-    def clear_steps(self) -> None:
-        """No whole step is captured."""
-        self.steps.clear()
-        self.prepared.clear()
-        self.estimates.pop(CUDAGraphMode.FULL, None)
-        for key in [key for key in self.costs if key[0] is CUDAGraphMode.FULL]:
-            self.memory_use -= self.costs.pop(key).memory
-
-    def clear(self) -> None:
-        """Nothing is captured, and nothing has failed."""
-        self.sizes.clear()
-        self.steps.clear()
-        self.prepared.clear()
-        self.failed.clear()
-        self.failed_steps.clear()
-        self.costs.clear()
-        self.memory_use = NOTHING
-        self.reusable_bytes = 0
-        self.estimates.clear()
+    def allow_no_padding(self, key: Key, fault: str) -> None:
+        """Serve only batches of the very size from a capture."""
+        self.captured[key] = dataclasses.replace(self.captured[key], padding_fault=fault)

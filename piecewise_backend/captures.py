@@ -8,33 +8,32 @@ Knows nothing of dispatch.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from piecewise_backend.batch import BatchDescriptor, CUDAGraphMode, PaddingTable
+from piecewise_backend.batch import BatchDescriptor, CUDAGraphMode
 from piecewise_backend.bound_inputs import BoundInputs
-from piecewise_backend.buffers import Arena
 from piecewise_backend.capture import capture_size
+from piecewise_backend.capture_memory import CaptureMemory
 from piecewise_backend.capture_request import CapturedSize, CaptureRequest
 from piecewise_backend.capture_step import capture_step
 from piecewise_backend.captured_sizes import CapturedSizes, Key
 from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.compiler import Call
 from piecewise_backend.config import Config
-from piecewise_backend.costs import CaptureCost, MemoryUse, mib
+from piecewise_backend.costs import NOTHING, CaptureCost, MemoryUse, mib
+from piecewise_backend.dispatch import STATIC_SIZE, Dispatcher, LeftOut
 from piecewise_backend.errors import CaptureError
-from piecewise_backend.graphs import GraphPool, collector_paused, one_capture
+from piecewise_backend.graph_memory import GraphMemory
+from piecewise_backend.graphs import collector_paused, one_capture
 from piecewise_backend.pools import (
     TrialPool,
-    empty_cache,
-    memory_limit_of,
-    meter_of,
-    pool_maker,
 )
 from piecewise_backend.sizes import Sizes
 from piecewise_backend.static_inputs import StaticInputs
@@ -53,59 +52,50 @@ class Captures(CapturedSizes):
     """
 
     def __init__(
-        self, graph: CompiledGraph, config: Config, mode: CUDAGraphMode, largest: int
+        self, graph: CompiledGraph, config: Config, dispatcher: Dispatcher, memory: GraphMemory
     ) -> None:
         """No graphs yet.
 
         Args:
-            mode: what the option for it became for this graph.
-            largest: of all capture sizes, for which buffers are made.
+            dispatcher: with the sizes that may be captured.
+            memory: of all graphs of the model.
         """
         self.graph = graph
         self.config = config
-        self.mode = mode
-        super().__init__()
+        super().__init__(dispatcher, bool(graph.token_dim.tokens))
+        self.memory = CaptureMemory(graph.device, config, memory)
         self.hits: dict[int, int] = {}
         """Calls at each size before its capture."""
         self.seconds = 0.0
         self.bound = BoundInputs()
-        self._largest = largest
+        self._largest = dispatcher.largest  # of all capture sizes, for which buffers are made
+        mode = dispatcher.mode
         self._has_steps = CUDAGraphMode.FULL in (mode.for_decode, mode.for_mixed)
-        self._make_pool = pool_maker(graph.device, config)
-        self._meter = meter_of(graph.device, config)
-        self.memory_limit = memory_limit_of(graph.device, config)
-        """Most bytes that the captures may take."""
-        # Made with the first capture: this object may be made, and cleared, while the collector
-        # runs in the middle of a capture of somebody else's.
-        self._pool: GraphPool | None = None
-        self._arena = Arena(graph.device)
-        self._static_inputs: StaticInputs | None = None
         self._tried: set[Call] = set()
 
     def empty(self) -> Captures:
         """The same without graphs, for another instance of the model."""
-        return type(self)(self.graph, self.config, self.mode, self._largest)
+        dispatcher = self.dispatcher.with_all_sizes()
+        other = type(self)(self.graph, self.config, dispatcher, self.memory.model)
+        other.estimates = dict(self.estimates)
+        return other
 
-    def capture(
-        self, size: int, args: Sequence[Any], sizes: Sizes, table: PaddingTable
-    ) -> CapturedSize:
+    def capture(self, size: int, args: Sequence[Any], sizes: Sizes) -> CapturedSize:
         """Capture one size and keep it.
 
         Args:
-            size: the capture size; what `table` pads the call to.
+            size: the capture size, that the call is padded to.
             args: the arguments of a call with symbol values `sizes`.
 
         Raises:
             CaptureError: a piece cannot be recorded; the size is noted as failed, others stay.
         """
-        return self._keep(
-            (CUDAGraphMode.PIECEWISE, size, 0),
-            args,
-            lambda: capture_size(self._request(size, args, sizes, table)),
-        )
+        mode = CUDAGraphMode.PIECEWISE
+        request = functools.partial(self._request, mode, size, args, sizes)
+        return self._keep((mode, size, 0), args, lambda: capture_size(request()))
 
     def capture_step(
-        self, descriptor: BatchDescriptor, args: Sequence[Any], sizes: Sizes, table: PaddingTable
+        self, descriptor: BatchDescriptor, args: Sequence[Any], sizes: Sizes
     ) -> CapturedSize:
         """Capture a whole step as one graph and keep it.
 
@@ -116,17 +106,18 @@ class Captures(CapturedSizes):
         Raises:
             CaptureError: it cannot be recorded; it is noted as failed, others stay.
         """
-        size = descriptor.num_tokens if self.graph.token_dim.tokens else 0
+        mode, size = CUDAGraphMode.FULL, descriptor.num_tokens if self._is_varying else STATIC_SIZE
 
         def run() -> CapturedSize:
-            if (pieces := self.sizes.get(size)) is not None:
+            pieces = self.captured.get((CUDAGraphMode.PIECEWISE, size, 0))
+            if pieces is not None:
                 fault = pieces.padding_fault
             else:
-                fault = self._padding_fault(self._request(size, args, sizes, table))
-            whole = self._request(size, args, sizes, table, self.graph.as_whole_step())
+                fault = self._padding_fault(self._request(mode, size, args, sizes))
+            whole = self._request(mode, size, args, sizes, self.graph.as_whole_step())
             return capture_step(whole, descriptor, fault)
 
-        return self._keep((CUDAGraphMode.FULL, size, descriptor.num_active_loras), args, run)
+        return self._keep((mode, size, descriptor.num_active_loras), args, run)
 
     def _keep(
         self, key: Key, args: Sequence[Any], capture: Callable[[], CapturedSize]
@@ -135,42 +126,44 @@ class Captures(CapturedSizes):
         if self.bound.moved(args):
             self.forget(args)
         with one_capture, collector_paused():
-            before = self._memory_use()
+            before = self.memory.reading_before_capture()
             started = time.perf_counter()
             try:
                 captured = capture()
-            except CaptureError as error:
-                self.fail(*key, str(error))
-                raise
-            except torch.OutOfMemoryError as error:
-                text = f"no memory for the buffers of this size: {error}"
-                self.fail(*key, text)
-                raise CaptureError(text) from error
+            except (CaptureError, torch.OutOfMemoryError) as error:
+                self.memory.failed(self.memory.reading() - before)
+                raise self._note_failure(key, error) from error
             seconds = time.perf_counter() - started
-            growth = self._memory_use() - before
+            growth = self.memory.reading() - before
         self.seconds += seconds
-        self.keep(captured, CaptureCost(*key, captured.num_graphs, seconds, growth))
+        held_bytes = self.memory.grew(growth, self.expected_driver_bytes(key[0]))
+        self.keep(captured, CaptureCost(*key, captured.num_graphs, seconds, growth), held_bytes)
         del captured  # nobody else holds it, should it be given up
         self._require_room(key, growth)
-        kept = self.find(*key)
-        assert kept is not None
-        return kept
+        return self.captured[key]
+
+    def _note_failure(self, key: Key, error: Exception) -> CaptureError:
+        text = str(error)
+        if not isinstance(error, CaptureError):
+            text = f"no memory for the buffers of this size: {error}"
+        self.errors[key] = text
+        return CaptureError(text)
 
     def _require_room(self, key: Key, growth: MemoryUse) -> None:
         """Give the last capture up if it is over the budget."""
-        used, limit = self.bytes_in_use, self.memory_limit
+        used, limit = self.memory.model.bytes_in_use, self.memory.limit
         if limit is None or used <= limit:
             return
-        self.give_up(key[0], [key[1]])
-        error = (
-            f"max_graph_memory is {mib(limit)} MiB, and with {mib(growth.num_bytes)} MiB for this "
-            f"size graphs would take {mib(used)} MiB; raise it, or name smaller sizes"
+        self.give_up([key])
+        self.errors[key] = (
+            f"max_graph_memory is {mib(limit)} MiB, of which {mib(used - growth.num_bytes)} MiB "
+            f"are in use, and {key[0].value} graphs of this size take {mib(growth.num_bytes)} MiB; "
+            "raise it, or name smaller sizes"
         )
-        self.fail(*key, error)
-        raise CaptureError(error)
+        raise CaptureError(self.errors[key])
 
-    def give_up(self, mode: CUDAGraphMode, sizes: Collection[int]) -> MemoryUse:
-        """Drop the graphs of some sizes, and all that nothing needs any more.
+    def give_up(self, keys: Collection[Key]) -> MemoryUse:
+        """Drop some captures, and all that nothing needs any more.
 
         Graphs share their pool, which lasts as long as one of them does.
 
@@ -178,19 +171,23 @@ class Captures(CapturedSizes):
             The memory that came back.
         """
         with one_capture:
-            before = self._memory_use()
-            held = self.remove(mode, sizes)
-            if not self.costs:
-                self._release_pool()
-            empty_cache(self.graph.device)
-            freed = before - self._memory_use()
-        self.memory_use -= freed
-        self.reusable_bytes += max(held - freed.driver_bytes, 0)
-        return freed
+            before = self.memory.reading()
+            driver_bytes = self.remove(keys)
+            if not self.captured:
+                self.memory.release()
+            return self.memory.shrank(before, driver_bytes)
 
-    def _memory_use(self) -> MemoryUse:
-        pool_bytes = self._pool.num_arena_bytes if self._pool is not None else 0
-        return self._meter(self._arena.num_bytes + pool_bytes)
+    def leave_out(self, mode: CUDAGraphMode, sizes: Mapping[int, LeftOut]) -> MemoryUse:
+        """Serve nothing from graphs of some sizes any more; returns the memory that came back."""
+        self.dispatcher = self.dispatcher.without(mode, sizes)
+        self.prepared.clear()
+        keys = self.keys_of(mode, sizes)
+        return self.give_up(keys) if keys else NOTHING
+
+    def disable(self, key: Key, fault: str) -> None:
+        """Serve nothing from a capture that is wrong."""
+        self.errors[key] = fault
+        self.give_up([key])
 
     def _padding_fault(self, request: CaptureRequest) -> str | None:
         """Padding is tried piece by piece: at the capture of pieces, or on imitated graphs."""
@@ -199,20 +196,14 @@ class Captures(CapturedSizes):
         trial = dataclasses.replace(request, pool=TrialPool(self.graph.device, request.pool))
         return capture_size(trial).padding_fault
 
-    def has(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> bool:
-        """It is captured, or is known not to be possible."""
-        size = descriptor.num_tokens if self.graph.token_dim.tokens else 0
-        key = (mode, size, descriptor.num_active_loras)
-        return self.find(*key) is not None or bool(self.error_of(*key))
-
     def buffers(self, padded: Sizes, sizes: Sizes) -> dict[str, torch.Tensor]:
         """What graphs read the copied arguments from: the rows of a batch, by argument."""
-        if self._static_inputs is None:
+        if (static_inputs := self.memory.static_inputs) is None:
             return {}
         rows = {}
-        for position in self._static_inputs.staged:
+        for position in static_inputs.staged:
             item = self.graph.split.inputs[position]
-            buffer = self._static_inputs.buffer(position, padded)
+            buffer = static_inputs.buffer(position, padded)
             rows[item.source] = self.graph.layouts[item.name].rows(buffer, sizes)
         return rows
 
@@ -225,11 +216,11 @@ class Captures(CapturedSizes):
         """
         moved = self.bound.moved(args)
         self.bound.note_moves(moved)
-        if self.sizes and self.bound.by_pieces.isdisjoint(moved):
+        if self.keys_of(CUDAGraphMode.PIECEWISE) and self.bound.by_pieces.isdisjoint(moved):
             self.clear_steps()
             self._bind(args, self.bound.positions)
             return
-        self.drop()
+        self._abandon()
         self.bound.release()
 
     def fit(self, args: Sequence[Any]) -> bool:
@@ -237,15 +228,23 @@ class Captures(CapturedSizes):
         return bool(self.bound.positions) and not self.bound.moved(args)
 
     def drop(self) -> None:
-        """Give up all graphs and their memory."""
-        self.clear()
-        self.hits.clear()
-        self._release_pool()
+        """Give up all graphs and their memory; nothing has failed."""
+        self.give_up(list(self.captured))
+        self._start_over()
 
-    def _release_pool(self) -> None:
-        self._static_inputs = None
-        self._arena = Arena(self.graph.device)
-        self._pool = None  # one whose last graph is gone takes no other
+    def _abandon(self) -> None:
+        """The same while somebody is served, or in the middle of somebody's capture."""
+        self.remove(list(self.captured))
+        self.memory.release_unmeasured()
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self.errors.clear()
+        self.hits.clear()
+
+    def clear_steps(self) -> None:
+        """Give up the graphs of whole steps."""
+        self.memory.shrank_unmeasured(self.remove(self.keys_of(CUDAGraphMode.FULL)))
 
     def _bind(self, args: Sequence[Any], positions: Sequence[int]) -> None:
         this = weakref.ref(self)
@@ -255,39 +254,41 @@ class Captures(CapturedSizes):
             if captures is None or captures.bound.are_alive:
                 return
             # Without `by_pieces` pieces read nothing in place.
-            (captures.drop if captures.bound.by_pieces else captures.clear_steps)()
+            (captures._abandon if captures.bound.by_pieces else captures.clear_steps)()
 
         self.bound.bind(args, positions, on_death)
 
     def _request(
         self,
+        mode: CUDAGraphMode,
         size: int,
         args: Sequence[Any],
         sizes: Sizes,
-        table: PaddingTable,
         whole: CompiledGraph | None = None,
     ) -> CaptureRequest:
         graph = whole or self.graph
         token_dim = graph.token_dim
         largest = self.graph.as_whole_step().token_dim.padded(sizes, self._largest)
-        if self._static_inputs is None:
-            self._static_inputs = StaticInputs.of(
+        memory = self.memory
+        if memory.static_inputs is None:
+            memory.static_inputs = StaticInputs.of(
                 self.graph,
-                self._arena,
+                memory.arena,
                 largest,
                 self.bound.copied(args),
                 for_whole_steps=self._has_steps,
             )
-            self.bound.by_pieces = frozenset(self._static_inputs.bound)
-            self._bind(args, self._static_inputs.of_whole_step().bound)
-        fewest = table.smallest_padded(size) if token_dim.tokens else size
-        assert self._make_pool is not None
-        self._pool = self._pool or self._make_pool(self.graph.device)
+            self.bound.by_pieces = frozenset(memory.static_inputs.bound)
+            self._bind(args, memory.static_inputs.of_whole_step().bound)
+        fewest = size
+        if token_dim.tokens:  # one less at least: the size below may be given up later
+            served = self.dispatcher.tables[mode].smallest_padded(size)
+            fewest = min(served, max(size - 1, 1))
         return CaptureRequest(
             graph=graph,
-            pool=self._pool,
-            arena=self._arena,
-            static_inputs=self._static_inputs,
+            pool=memory.existing_pool(),
+            arena=memory.arena,
+            static_inputs=memory.static_inputs,
             args=args,
             sizes=token_dim.padded(sizes, size),
             fewest=token_dim.padded(sizes, fewest),

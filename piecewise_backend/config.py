@@ -86,9 +86,9 @@ class Config:
     sizes the smallest, the largest, and those that save most padding are kept."""
 
     max_graph_memory: int | float | None = None
-    """Most memory that the graphs of one trace may take on the device, pools included: bytes, a
-    fraction of the device's memory between 0 and 1, or text such as "2GiB". Warm-up captures the
-    two largest sizes, estimates the rest, and chooses as `max_graphs` does. Pieces come first."""
+    """Most memory that all graphs of a model may take on a device, pools included: bytes, a part
+    of the device's memory between 0 and 1, or text such as "2GiB". Warm-up captures the two largest
+    sizes, estimates the rest, and chooses among those as `max_graphs` does. Pieces come first."""
 
     cudagraph_num_of_warmups: int = 1
     """Runs of each compiled piece before its first capture at a size, and of a whole step, split

@@ -122,16 +122,17 @@ def cost_table(costs: Sequence[CaptureCost]) -> str:
     lines.append(["total", "", "", *_figures(num_graphs, seconds, memory)])
     if not has_loras:
         lines = [[*line[:2], *line[3:]] for line in lines]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            [
-                line[0].ljust(widths[0]),
-                *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True)),
-            ]
-        )
-        for line in lines
-    )
+    return _aligned(lines)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as text: the first column to the left, the others to the right."""
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = []
+    for name, *cells in rows:
+        right = [cell.rjust(width) for cell, width in zip(cells, others, strict=True)]
+        lines.append("  ".join([name.ljust(first), *right]))
+    return "\n".join(lines)
 
 
 def mib(num_bytes: int | None) -> str:

@@ -17,16 +17,24 @@ from piecewise_backend.batch import BatchDescriptor, CUDAGraphMode
 from piecewise_backend.errors import ConfigError, ContractError
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class BatchFacts:
-    """Compared by identity, which makes them a fast key; equal facts are one object as a rule."""
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class BatchKind:
+    """Those facts that choose the graphs. Compared by identity, which makes a fast key; equal
+    kinds are one object as a rule."""
 
-    num_tokens: int | None
-    num_reqs: int | None
     uniform: bool
     num_active_loras: int
     pad_to: int
     mode: CUDAGraphMode | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class BatchFacts:
+    """Compared by identity, too."""
+
+    num_tokens: int | None
+    num_reqs: int | None
+    kind: BatchKind
 
     def __enter__(self) -> None:
         _stack.set((self, _stack.get()))
@@ -48,16 +56,17 @@ class BatchFacts:
             raise ContractError(
                 f"pw.batch says num_tokens={self.num_tokens}, the inputs have {num_tokens} tokens"
             )
-        if self.num_active_loras > max_loras:
+        num_loras = self.kind.num_active_loras
+        if num_loras > max_loras:
             raise ContractError(
-                f"pw.batch says num_active_loras={self.num_active_loras}, but max_loras={max_loras}"
+                f"pw.batch says num_active_loras={num_loras}, but max_loras={max_loras}"
             )
         if self.num_reqs is not None and self.num_reqs > num_tokens:
             raise ContractError(
                 f"pw.batch says num_reqs={self.num_reqs}, but there are {num_tokens} tokens; "
                 "every sequence has one at least"
             )
-        if not self.uniform:
+        if not self.kind.uniform:
             return
         per_request = f"{decode_query_len} per sequence (option decode_query_len)"
         if num_tokens % decode_query_len:
@@ -141,6 +150,9 @@ def stated(descriptor: BatchDescriptor) -> contextlib.AbstractContextManager[Non
     )
 
 
+_kind = functools.lru_cache(maxsize=4096)(BatchKind)
+
+
 @functools.lru_cache(maxsize=4096, typed=True)
 def _facts(
     num_tokens: int | None,
@@ -152,14 +164,7 @@ def _facts(
 ) -> BatchFacts:
     """Valid facts; what was seen before is neither checked nor made again."""
     _require(num_tokens, num_reqs, uniform, num_active_loras, pad_to, mode)
-    return BatchFacts(
-        num_tokens=num_tokens,
-        num_reqs=num_reqs,
-        uniform=uniform,
-        num_active_loras=num_active_loras,
-        pad_to=pad_to,
-        mode=mode,
-    )
+    return BatchFacts(num_tokens, num_reqs, _kind(uniform, num_active_loras, pad_to, mode))
 
 
 def _require(

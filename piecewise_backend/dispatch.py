@@ -43,6 +43,11 @@ class Target:
     num_active_loras: int = 0
     """Of the batch they were captured for; pieces do not depend on it."""
 
+    @property
+    def key(self) -> tuple[CUDAGraphMode, int, int]:
+        """What captures go by."""
+        return self.mode, self.size, self.num_active_loras
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeftOut:
@@ -144,21 +149,21 @@ class Dispatcher:
         Raises:
             ContractError: the facts contradict the sizes.
         """
+        if facts is not None:
+            self.require(sizes, facts)
         num_tokens = self.token_dim.num_tokens(sizes)
-        if facts is not None and isinstance(num_tokens, int) and self.token_dim.tokens:
-            facts.require(num_tokens, self.decode_query_len, self.loras[-1])
         if self.mode is _NONE:
             return FallbackReason.DISABLED
         if not self.has_graphs:
             return FallbackReason.NO_GRAPHS_ON_DEVICE
         if isinstance(num_tokens, FallbackReason):
             return num_tokens
-        if facts is not None and facts.mode is _NONE:
+        if facts is not None and facts.kind.mode is _NONE:
             return FallbackReason.ANOTHER_RANK
-        is_uniform = facts is not None and facts.uniform
+        is_uniform = facts is not None and facts.kind.uniform
         best = self.mode.for_decode if is_uniform else self.mode.for_mixed
         modes = [mode for mode in dict.fromkeys((best, self.mode.for_mixed)) if mode is not _NONE]
-        if facts is not None and facts.mode is _PIECEWISE:
+        if facts is not None and facts.kind.mode is _PIECEWISE:
             modes = [mode for mode in modes if mode is _PIECEWISE]
             if not modes:
                 return FallbackReason.ANOTHER_RANK
@@ -168,14 +173,24 @@ class Dispatcher:
         targets = tuple(target for target in found if isinstance(target, Target))
         return targets or next(reason for reason in found if isinstance(reason, FallbackReason))
 
+    def require(self, sizes: Sizes, facts: BatchFacts) -> None:
+        """What is stated agrees with the symbol values of a call.
+
+        Raises:
+            ContractError: it does not.
+        """
+        num_tokens = self.token_dim.num_tokens(sizes)
+        if isinstance(num_tokens, int) and self.token_dim.tokens:
+            facts.require(num_tokens, self.decode_query_len, self.loras[-1])
+
     def _target(
         self, mode: CUDAGraphMode, num_tokens: int, sizes: Sizes, facts: BatchFacts | None
     ) -> Target | FallbackReason:
         if mode is _FULL and any(size != num_tokens for size in sizes):
             return FallbackReason.TOKEN_DIMS_DIFFER  # of what only split ops see
-        loras = facts.num_active_loras if facts is not None and mode is _FULL else 0
+        loras = facts.kind.num_active_loras if facts is not None and mode is _FULL else 0
         if self.token_dim.tokens:
-            at_least = facts.pad_to if facts is not None and num_tokens else 0
+            at_least = facts.kind.pad_to if facts is not None and num_tokens else 0
             size = self._lookup(mode, max(num_tokens, at_least))
         else:
             size = self._static_size(self.tables[mode].largest)
@@ -197,7 +212,7 @@ class Dispatcher:
 
     def not_whole(self, sizes: Sizes, facts: BatchFacts | None) -> tuple[tuple[int, int], str]:
         """Why a whole step of these sizes cannot be captured, with the size and its adapters."""
-        loras = facts.num_active_loras if facts is not None else 0
+        loras = facts.kind.num_active_loras if facts is not None else 0
         reason = f"the sizes of the inputs, {sizes}, are not all the token count: one of them is "
         reason += "seen by split ops only, or is a stride"
         return (self.num_tokens(sizes), loras), reason
@@ -211,7 +226,7 @@ class Dispatcher:
     def descriptor(self, target: Target, facts: BatchFacts | None) -> BatchDescriptor:
         """Of the batch that a capture of a whole step is made for."""
         size = target.size or self.static_num_tokens
-        is_uniform = facts is not None and facts.uniform
+        is_uniform = facts is not None and facts.kind.uniform
         return BatchDescriptor(
             num_tokens=size,
             num_reqs=size // self.decode_query_len if is_uniform else None,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from piecewise_backend.batch import CUDAGraphMode, FallbackReason
 from piecewise_backend.costs import NOTHING, MemoryUse, mib
-from piecewise_backend.dispatch import LeftOut
+from piecewise_backend.dispatch import STATIC_SIZE, LeftOut
 from piecewise_backend.errors import ContractError
 from piecewise_backend.runtime import Runtime
 
@@ -51,7 +51,8 @@ def evict_idle(runtimes: Iterable[Runtime]) -> Evicted:
                     "use; call it between two calls"
                 )
             for mode, idle in _idle(runtime).items():
-                freed += runtime.leave_out(mode, dict.fromkeys(idle, _WHY))
+                for captures in runtime.instances:
+                    freed += captures.leave_out(mode, dict.fromkeys(idle, _WHY))
                 sizes.setdefault(mode.value, set()).update(idle)
             runtime.statistics.mark()
     return Evicted({mode: tuple(sorted(found)) for mode, found in sizes.items()}, freed)
@@ -60,8 +61,9 @@ def evict_idle(runtimes: Iterable[Runtime]) -> Evicted:
 def _idle(runtime: Runtime) -> dict[CUDAGraphMode, list[int]]:
     """Captured sizes that served no call since the mark; those of static shapes stay."""
     served = runtime.statistics.served_since_mark()
+    captured = {(m, size) for captures in runtime.instances for m, size, _ in captures.captured}
     idle: dict[CUDAGraphMode, list[int]] = {}
-    for mode, size, _ in runtime.captures.costs:
-        if size and (mode, size) not in served:
+    for mode, size in captured - served:
+        if size != STATIC_SIZE:
             idle.setdefault(mode, []).append(size)
     return idle

@@ -6,71 +6,59 @@ Out: an estimate of what all of them will take, and a runtime that wants no more
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from collections.abc import Collection
 
 from piecewise_backend.batch import CUDAGraphMode, FallbackReason
-from piecewise_backend.budget import CHUNK, Estimate, sizes_that_fit
-from piecewise_backend.costs import mib
+from piecewise_backend.budget import Estimate, sizes_that_fit
+from piecewise_backend.costs import MemoryUse, mib
 from piecewise_backend.dispatch import LeftOut
-from piecewise_backend.grid import within_budget
 from piecewise_backend.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
 
 def fit(runtime: Runtime, mode: CUDAGraphMode) -> None:
-    """Estimate once two sizes are captured; then, and after each further one, keep what fits."""
+    """Once two sizes are captured, estimate; then, and after each further one, keep what fits.
+
+    What is captured already stays: giving it up for a size that pads less would be a gamble.
+    """
     captures = runtime.captures
     taken = captures.memory_by_size(mode)
     sizes = [
         size
-        for size in runtime.dispatcher.tables[mode].sizes
-        if size in taken or not captures.error_of(mode, size, 0)
+        for size in captures.dispatcher.tables[mode].sizes
+        if size in taken or (mode, size, 0) not in captures.errors
     ]
     left = [size for size in sizes if size not in taken]
-    if not left or not runtime.graph.token_dim.tokens:
+    # The largest pays for the pool.
+    if not left or len(taken) < 2 or sizes[-1] not in taken or not runtime.graph.token_dim.tokens:
         return
-    if mode in captures.estimates:
-        estimate = captures.estimates[mode]
-        further = [use.driver_bytes for use in taken.values()][1:]
-        mean = sum(further) // len(further) if further else 0
-        each = max(estimate.bytes_per_size, mean)
-        fitting = sizes_that_fit(left, _room(runtime), each)
-        _keep(runtime, estimate, sizes, [*taken, *fitting])
-    elif list(taken) == sizes[:-3:-1]:
-        first, second = taken.values()
-        estimate = Estimate.of(mode, first, second, len(sizes))
-        log.info("%s graphs are expected to take %s", mode.value, estimate)
-        captures.estimates[mode] = estimate
-        num_sizes = 2 + _room(runtime) // max(estimate.bytes_per_size, 1)
-        # Perhaps without the second of the two, should others save more padding.
-        _keep(runtime, estimate, sizes, within_budget(sizes, num_sizes))
+    if mode not in captures.estimates:
+        first, second = list(taken.values())[:2]
+        captures.estimates[mode] = Estimate.of(mode, first, second, len(sizes))
+        log.info("%s graphs are expected to take %s", mode.value, captures.estimates[mode])
+    each = max(captures.estimates[mode].bytes_per_size, _mean_of_further(list(taken.values())))
+    room = captures.memory.model.room(captures.memory.limit)
+    fitting = sizes_that_fit(left, room, each)
+    if len(fitting) < len(left):
+        _leave_out(runtime, mode, sorted(set(left).difference(fitting)), each)
 
 
-def _room(runtime: Runtime) -> int:
-    """Bytes that further graphs may take, less a chunk that the last of them may take too much."""
-    captures = runtime.captures
-    if captures.memory_limit is None:
-        return 2**63
-    spare = CHUNK if captures.memory_use.device_bytes is not None else 0
-    return max(captures.memory_limit - captures.bytes_in_use - spare, 0)
+def _mean_of_further(uses: list[MemoryUse]) -> int:
+    """What the driver held for each size but the first, which may have loaded something."""
+    further = [use.driver_bytes for use in uses[1:]]
+    return sum(further) // len(further)
 
 
-def _keep(
-    runtime: Runtime, estimate: Estimate, sizes: Collection[int], kept: Collection[int]
+def _leave_out(
+    runtime: Runtime, mode: CUDAGraphMode, sizes: list[int], bytes_per_size: int
 ) -> None:
-    """Leave out those of `sizes` that are not `kept`."""
-    captures, mode = runtime.captures, estimate.mode
-    captures.estimates[mode] = dataclasses.replace(estimate, num_sizes=len(kept))
-    if len(kept) == len(sizes):
-        return
-    left_out = sorted(set(sizes).difference(kept))
+    memory = runtime.captures.memory
     text = (
-        f"max_graph_memory is {mib(captures.memory_limit)} MiB, and {mode.value} graphs would take "
-        f"{estimate}; raise it, or name fewer cudagraph_capture_sizes"
+        f"max_graph_memory is {mib(memory.limit)} MiB, of which {mib(memory.model.bytes_in_use)} "
+        f"MiB are in use, and each further size of {mode.value} graphs takes about "
+        f"{mib(bytes_per_size)} MiB; raise it, or name fewer cudagraph_capture_sizes"
     )
-    log.warning("no %s graphs at %s: %s", mode.value, left_out, text)
+    log.warning("no %s graphs at %s: %s", mode.value, sizes, text)
     why = LeftOut(FallbackReason.OVER_BUDGET, text)
-    runtime.leave_out(mode, dict.fromkeys(left_out, why))
+    runtime.captures.leave_out(mode, dict.fromkeys(sizes, why))

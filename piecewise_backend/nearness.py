@@ -9,10 +9,10 @@ Rounding is relative to what was added up, and nobody knows what that was: a sma
 the difference of large ones. So the tolerance is relative to the largest value, of a row where
 rows are independent. But a mask of -1e9 or an activation a thousand times the others tells
 nothing about these, and would hide any error in them. What is over a hundred times the middle
-magnitude of its row is huge, and the others are compared among themselves, less strictly, as some
-rounding of the huge ones may have reached them. Magnitudes of one kind never spread as far (67
-standard deviations), so most results have no huge values. In a row that is mostly zeros nothing
-is huge. A row much larger than most others counts as little for those.
+magnitude of its row, zeros left out, is huge, and the others are compared among themselves, less
+strictly, as some rounding of the huge ones may have reached them. Magnitudes of one kind never
+spread as far (67 standard deviations), so most results have no huge values. A row much larger than
+most others counts as little for those.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ def _scale_by_row(magnitudes: torch.Tensor) -> torch.Tensor:
 
 def _largest_usual(magnitudes: torch.Tensor) -> torch.Tensor:
     """The largest along the last dimension that is not huge."""
-    middle = magnitudes.sort(-1).values[..., magnitudes.size(-1) // 2].unsqueeze(-1)
-    limit = torch.where(middle > 0, _HUGE * middle, torch.inf)
+    num_zeros = (magnitudes == 0).sum(-1, keepdim=True)
+    size = magnitudes.size(-1)
+    middle = magnitudes.sort(-1).values.gather(-1, ((num_zeros + size) // 2).clamp(max=size - 1))
+    limit = torch.where(middle > 0, _HUGE * middle, torch.inf)  # nothing is in a row of zeros
     return magnitudes.where(magnitudes <= limit, 0.0).amax(-1, keepdim=True)

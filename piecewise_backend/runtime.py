@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from piecewise_backend import _torch
+from piecewise_backend.agreement import Agreement
 from piecewise_backend.assumptions import Assumptions, refuse_assignments
-from piecewise_backend.batch import BatchDescriptor, CUDAGraphMode, FallbackReason
+from piecewise_backend.batch import CUDAGraphMode, FallbackReason
 from piecewise_backend.capture_request import CapturedSize
 from piecewise_backend.captures import OF_ANOTHER_INSTANCE, Captures
 from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.config import Config
-from piecewise_backend.costs import MemoryUse
 from piecewise_backend.counters import CompilationCounter
 from piecewise_backend.current_batch import facts_now, stack_now
-from piecewise_backend.dispatch import STATIC_SIZE, Decision, Dispatcher, LeftOut, Target
+from piecewise_backend.dispatch import STATIC_SIZE, Decision, Dispatcher, Target
 from piecewise_backend.dump import GraphDump
 from piecewise_backend.errors import CaptureError
 from piecewise_backend.fallbacks import Fallbacks
@@ -66,18 +66,18 @@ class Runtime:
         self.statistics = Statistics()
         self._session = session
         self._dump = dump
-        self.mode, self.mode_reason = graph_mode(graph, config)
-        """What the option became for this graph, and why."""
+        self.mode, self.mode_reason = graph_mode(graph, config)  # what the option became, and why
         log.info("cudagraph_mode=%s %s", self.mode.value, self.mode_reason)
         has_graphs = pool_maker(graph.device, config) is not None
         num_tokens = graph.static_num_tokens(example_args)
-        self.dispatcher = Dispatcher.of(graph, config, self.mode, has_graphs, num_tokens)
-        self.captures = Captures(graph, config, self.mode, self.dispatcher.largest)
+        dispatcher = Dispatcher.of(graph, config, self.mode, has_graphs, num_tokens)
+        self.captures = Captures(graph, config, dispatcher, session.memory_of(graph.device))
         self._parked = Parked()
         self._fallbacks = Fallbacks(self.statistics, config.on_fallback, session.is_serving)
         self.turns = Turns(graph.device)
         self.key_of = graph.token_dim.key_function()
         """Reads off the graph's arguments what `captures.prepared` goes by, beside facts."""
+        self.agreement = Agreement(graph.token_dim.read, dispatcher.require)
         self.rewritten: _torch.Rewritten | None = None
         """What Dynamo made of the function; None until it is done with it."""
         on_violation = functools.partial(self._report_fallback, FallbackReason.ASSUMPTION)
@@ -86,6 +86,16 @@ class Runtime:
         self.run = self._make_run()
         """Serves one call whose turn it is, with a list of the graph's arguments."""
         self.call = self._make_call()
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """Of the instance that was called last."""
+        return self.captures.dispatcher
+
+    @property
+    def instances(self) -> list[Captures]:
+        """The captures of each instance of the model that has some."""
+        return [self.captures, *self._parked]
 
     def _make_call(self) -> Callable[..., Any]:
         """The function that Dynamo's code calls, with the graph's arguments."""
@@ -104,10 +114,17 @@ class Runtime:
     def _make_run(self) -> Callable[[list[Any]], Any]:
         """Serve one call whose turn it is; the hot path."""
         key_of, slow = self.key_of, self._slow
+        known, check = self.agreement.known, self.agreement.check
 
         def run(args: list[Any]) -> Any:
             key, stated = key_of(args), stack_now()
-            ready = self.captures.prepared.get(key if stated is None else (stated[0], key))
+            if stated is None:
+                ready = self.captures.prepared.get(key)
+            else:
+                facts = stated[0]
+                ready = self.captures.prepared.get((facts.kind, key))
+                if (facts, key) not in known:
+                    check(facts, key, args)
             if ready is None:
                 return slow(args)
             plan, rows, tally = ready
@@ -129,6 +146,8 @@ class Runtime:
 
     def _slow(self, args: Args) -> Any:
         sizes = self.graph.token_dim.read(args)
+        if self._parked and self.captures.bound.moved(args):  # another instance's turn, perhaps
+            return self._recover_from_move(args)
         decision: Decision | None = self._session.reason_without_graphs
         decision = decision or self.dispatcher.decide(sizes, facts_now())
         if isinstance(decision, FallbackReason):
@@ -137,12 +156,12 @@ class Runtime:
             wanted = tuple(target for target in decision if target.mode is mode)
             if not wanted:
                 key, reason = self.dispatcher.not_whole(sizes, facts_now())
-                self.captures.failed_steps[key] = reason
+                self.captures.errors[mode, *key] = reason
                 return self._without_graphs.run(args, sizes)
             decision = wanted
         fault = None
         for target in decision:
-            captured = self.captures.find(target.mode, target.size, target.num_active_loras)
+            captured = self.captures.captured.get(target.key)
             if captured is None:
                 continue
             is_padded = target.size not in (STATIC_SIZE, self.graph.token_dim.num_tokens(sizes))
@@ -152,7 +171,7 @@ class Runtime:
         if fault is not None:
             detail = f"{fault}; add the exact size to the grid"
             return self._fall_back(args, sizes, FallbackReason.PADDING_UNSAFE, detail)
-        errors = [self.captures.error_of(t.mode, t.size, t.num_active_loras) for t in decision]
+        errors = [self.captures.errors.get(target.key) for target in decision]
         if all(errors):
             return self._fall_back(args, sizes, FallbackReason.CAPTURE_ERROR, str(errors[-1]))
         if self.captures.bound.moved(args) or self._parked.have(args):
@@ -184,7 +203,7 @@ class Runtime:
         key, facts = self.graph.token_dim.key_of(sizes), facts_now()
         if self._session.reason_without_graphs is None:  # this call itself may have given one
             ready = (captured.plan.function, rows, tally)
-            prepared[key if facts is None else (facts, key)] = ready
+            prepared[key if facts is None else (facts.kind, key)] = ready
         tally.num_replays += 1
         return result
 
@@ -195,10 +214,8 @@ class Runtime:
         if fault is not None:
             num_tokens = self.dispatcher.num_tokens(sizes)
             is_padded = target.size not in (STATIC_SIZE, num_tokens)
-            fault = f"verification at {num_tokens} tokens: {fault}"
-            self.captures.disable(
-                target.mode, target.size, target.num_active_loras, fault, is_padded
-            )
+            give_up = self.captures.allow_no_padding if is_padded else self.captures.disable
+            give_up(target.key, f"verification at {num_tokens} tokens: {fault}")
         return result
 
     def _not_captured(self, args: Args, sizes: Sizes, target: Target) -> Any:
@@ -234,7 +251,7 @@ class Runtime:
             return self._slow(args)
         self.captures.forget(args)
         sizes = self.graph.token_dim.read(args)
-        if self.captures.sizes:  # what only whole steps read where it was
+        if self.captures.captured:  # what only whole steps read where it was
             self._fallbacks.warn_once(_STEPS_ARE_GONE)
             return self._slow(args)
         return self._fall_back(args, sizes, FallbackReason.MOVED_INPUT)
@@ -245,13 +262,12 @@ class Runtime:
         return self._fall_back(args, sizes, FallbackReason.OVERLAPPING_INPUTS)
 
     def _capture(self, args: Args, sizes: Sizes, target: Target) -> None:
-        table = self.dispatcher.tables[target.mode]
         try:
             if target.mode is CUDAGraphMode.FULL:
                 descriptor = self.dispatcher.descriptor(target, facts_now())
-                captured = self.captures.capture_step(descriptor, args, sizes, table)
+                captured = self.captures.capture_step(descriptor, args, sizes)
             else:
-                captured = self.captures.capture(target.size, args, sizes, table)
+                captured = self.captures.capture(target.size, args, sizes)
         except CaptureError as error:
             self._report_fallback(FallbackReason.CAPTURE_ERROR, sizes, str(error))
             return
@@ -272,28 +288,13 @@ class Runtime:
         self.rewritten = rewritten
         self._without_graphs.assumptions = Assumptions(self.graph.token_dim, rewritten)
 
-    def has(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> bool:
-        """There are graphs for it, or there are not to be any."""
-        is_left_out = (mode, descriptor.num_tokens) in self.dispatcher.left_out
-        return is_left_out or self.captures.has(mode, descriptor)
-
-    def leave_out(self, mode: CUDAGraphMode, sizes: Mapping[int, LeftOut]) -> MemoryUse:
-        """Serve nothing from graphs of some sizes any more; returns the memory that came back."""
-        with self.turns.held():
-            self.dispatcher = self.dispatcher.without(mode, sizes)
-            freed = self.captures.give_up(mode, sizes)
-            return sum((c.give_up(mode, sizes) for c in self._parked), start=freed)
-
     def seal(self) -> None:
         """Compile nothing any more: a violated assumption runs a piece as traced."""
         for versions in self.graph.versions:
             versions.is_sealed = True
 
     def unseal(self) -> None:
-        """Allow compiling again, and trying again what could not be captured."""
-        self.dispatcher = self.dispatcher.with_all_sizes()
-        self.captures.failed.clear()
-        self.captures.failed_steps.clear()
+        """Allow compiling again."""
         self._without_graphs.forget()
         for versions in self.graph.versions:
             versions.unseal()

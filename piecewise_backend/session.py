@@ -15,9 +15,12 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from piecewise_backend._torch import CompileScope
 from piecewise_backend.batch import BatchDescriptor, CUDAGraphMode, FallbackReason
 from piecewise_backend.errors import ContractError
+from piecewise_backend.graph_memory import GraphMemory
 
 if TYPE_CHECKING:
     from piecewise_backend.runtime import Runtime
@@ -72,6 +75,8 @@ class Session:
         """Called once, when nothing may compile any more."""
         self.on_unseal: list[Callable[[], None]] = []
         """Called once, when something may compile again."""
+        self.memories: dict[torch.device, GraphMemory] = {}
+        """What graphs take, by device."""
         self._one_rebuild = threading.Lock()
         self._on_reset: list[Callable[[], None]] = []
         self._runtimes: list[weakref.ref[Runtime]] = []
@@ -101,6 +106,10 @@ class Session:
         """The runtimes that are alive: one per trace."""
         return [runtime for ref in self._runtimes if (runtime := ref()) is not None]
 
+    def memory_of(self, device: torch.device) -> GraphMemory:
+        """What the graphs of all traces take on a device."""
+        return self.memories.setdefault(device, GraphMemory())
+
     def wanted(self, mode: CUDAGraphMode) -> list[BatchDescriptor]:
         """What warm-up captures in a mode, largest first, for all traces together."""
         found = {d: None for runtime in self.runtimes for d in runtime.dispatcher.wanted(mode)}
@@ -112,10 +121,19 @@ class Session:
 
     def has_captured(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> bool:
         """Every trace has graphs for it, or is not to have them."""
-        return all(runtime.has(mode, descriptor) for runtime in self.runtimes)
+        return all(runtime.captures.has(mode, descriptor) for runtime in self.runtimes)
 
     def switch_graphs(self, on: bool) -> None:
-        """Run calls without graphs, or with them again; what was captured stays."""
+        """Run calls without graphs, or with them again; what was captured stays.
+
+        Raises:
+            ContractError: a warm-up, which needs them, is under way.
+        """
+        if self.is_warming_up and not on:
+            raise ContractError(
+                "a warm-up of this model is under way, and captures graphs; switch them off when "
+                "it is done"
+            )
         self.are_graphs_on = on
         self._forget_prepared()
 
@@ -202,6 +220,7 @@ class Session:
                 "a warm-up of this model is under way; wait for it, and start none in make_inputs"
             )
         before, was_sealed, self.rebuilding = self.rebuilding, self.is_sealed, "under way"
+        state = self.state
         try:
             self._forget_prepared()
             yield
@@ -210,8 +229,10 @@ class Session:
             self.rebuilding = before
             if stays_off:
                 self._stay_off(f"capturing anew failed ({type(error).__name__}: {error})")
-                if was_sealed:
-                    self.seal()
+            elif any(runtime.captures.captured for runtime in self.runtimes):
+                self.state = state
+            if was_sealed:
+                self.seal()
             raise
         finally:
             self._one_rebuild.release()

@@ -39,6 +39,9 @@ def warm_up(
         verify: compare graphs with the step without.
     """
     session = _trace(compiled, make_inputs, sizes)
+    traces = session.runtimes
+    for runtime in traces:
+        runtime.captures.try_all_again()
     for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
         # Pieces were tried with padding when they were captured, whole steps were not.
         is_untried = verify and mode is CUDAGraphMode.FULL
@@ -49,8 +52,14 @@ def warm_up(
             with session.phase(capturing=mode, verifying=True), _nothing_unverified(session):
                 trials, title = session.trials(mode), f"comparing {mode.value}"
                 _run_all(compiled, make_inputs, session, trials, len(trials), title)
+    if not set(traces).issubset(session.runtimes):
+        session.drop_captures()
+        raise ContractError(
+            "torch._dynamo.reset() was called while the model was warmed up, and its trace is "
+            "gone; warm up again"
+        )
     session.state = WarmupState.GRAPH_CAPTURED
-    for runtime in session.runtimes:
+    for runtime in traces:
         runtime.statistics.mark()
     return session
 
@@ -93,6 +102,20 @@ def _capture_all(
     missing = [d for d in wanted if not session.has_captured(mode, d)]
     title = f"capturing {mode.value} again"
     _run_all(compiled, make_inputs, session, missing, len(missing), title)
+    _require_captured(session, mode, missing)
+
+
+def _require_captured(
+    session: Session, mode: CUDAGraphMode, tried_twice: list[BatchDescriptor]
+) -> None:
+    """What still is neither captured nor given up with a reason never will be."""
+    missing = [d for d in tried_twice if not session.has_captured(mode, d)]
+    if len(session.runtimes) == 1 and missing:  # of several traces not all need serve all sizes
+        raise ContractError(
+            f"calls with what make_inputs returned for {[d.num_tokens for d in missing]} tokens "
+            f"were served without graphs twice, so that no {mode.value} graphs could be captured; "
+            "return that many tokens, and replace no weight or cache in make_inputs"
+        )
 
 
 def _while_they_fit(
@@ -144,11 +167,14 @@ def _run_all(
     if num_batches == 0:
         return
     title = f"piecewise: {what}"
-    with tqdm(batches, desc=title, total=num_batches, unit="batch", disable=None) as bar:
-        for descriptor in bar:
+    with tqdm(desc=title, total=num_batches, unit="batch", disable=None) as bar:
+        for descriptor in batches:
             args, kwargs = _inputs(make_inputs, descriptor)
             with stated(descriptor), own_calls(session):
                 compiled(*args, **kwargs)
+            bar.update()
+        bar.total = bar.n  # a budget may have left some out
+        bar.refresh()
 
 
 def _inputs(

@@ -6,7 +6,6 @@ import io
 import logging
 import sys
 import threading
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,12 +16,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 import piecewise_backend as pw
-from piecewise_backend import captures
 from piecewise_backend.batch import CUDAGraphMode, FallbackReason
 from piecewise_backend.budget import CHUNK, Estimate, memory_limit, sizes_that_fit
-from piecewise_backend.costs import MIB, NOTHING, CaptureCost, MemoryUse, cost_table
-from piecewise_backend.graphs import EmulatedGraphPool
+from piecewise_backend.costs import MIB, CaptureCost, MemoryUse, cost_table
 from piecewise_backend.grid import within_budget
+from tests.driver import Driver
 from tests.helpers import SPLIT_OPS, Decoder, compile, declare, mark_dynamic, rows, same
 from tests.runtime_helpers import fallbacks, modes, of_rows, only_runtime, quiet, toy
 
@@ -35,41 +33,6 @@ FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 def _without_gradients() -> Iterator[None]:
     with torch.no_grad():
         yield
-
-
-class Driver:
-    """A meter for emulated graphs: each takes memory on the "device" for as long as it lives."""
-
-    def __init__(
-        self,
-        patch: pytest.MonkeyPatch,
-        graph_bytes: int = MIB,
-        chunk: int = 1,
-        keeps: bool = False,
-    ) -> None:
-        self.graph_bytes, self.chunk = graph_bytes, chunk
-        self.keeps = keeps
-        """It gives nothing back to the device, and uses it for the next graphs."""
-        self.most_bytes = 0
-        self._alive: weakref.WeakSet[Any] = weakref.WeakSet()
-        original = EmulatedGraphPool.capture
-
-        def capture(pool: Any, function: Any, inputs: Any) -> Any:
-            graph = original(pool, function, inputs)
-            self._alive.add(graph.owner)
-            return graph
-
-        patch.setattr(EmulatedGraphPool, "capture", capture)
-        patch.setattr(captures, "meter_of", lambda device, config: self)
-
-    @property
-    def num_bytes(self) -> int:
-        needed = -(-len(self._alive) * self.graph_bytes // self.chunk) * self.chunk
-        return max(needed, self.most_bytes) if self.keeps else needed
-
-    def __call__(self, arena_bytes: int) -> MemoryUse:
-        self.most_bytes = max(self.most_bytes, self.num_bytes)
-        return MemoryUse(arena_bytes, arena_bytes + self.num_bytes)
 
 
 # What captures cost
@@ -131,10 +94,8 @@ def test_costs_are_those_of_captures_that_are_kept() -> None:
     compiled = compile(toy, cudagraph_capture_sizes=SIZES)
     pw.warmup(compiled, of_rows())
     kept = only_runtime(compiled).captures
-    kept.disable(PIECEWISE, 4, 0, "wrong", is_padded=False)
-    graph = pw.report(compiled).graphs[0]
-    assert [cost.size for cost in graph.capture_costs] == [8, 2, 1]
-    assert graph.memory_use == sum((c.memory for c in graph.capture_costs), start=NOTHING)
+    kept.disable((PIECEWISE, 4, 0), "wrong")
+    assert [cost.size for cost in pw.report(compiled).graphs[0].capture_costs] == [8, 2, 1]
     kept.drop()
     assert pw.report(compiled).graphs[0].capture_costs == ()
 
@@ -189,7 +150,24 @@ def test_limits(value: Any, limit: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [0, -1, True, 0.0, 1.0, 2.5, "2 GB", "much", "", "0", "1.0", "-1", b"1", [1]]
+    "value",
+    [
+        0,
+        -1,
+        True,
+        0.0,
+        1.0,
+        2.5,
+        "2 GB",
+        "much",
+        "",
+        "0",
+        "1.0",
+        "-1",
+        b"1",
+        [1],
+        "9" * 400 + "GiB",
+    ],
 )
 def test_limits_that_are_none(value: Any) -> None:
     with pytest.raises(pw.ConfigError, match=r"max_graph_memory=.*give bytes, a fraction .*2GiB"):
@@ -251,31 +229,32 @@ def test_the_estimate_is_near_what_is_used(
     for name, estimate in graph.estimates.items():
         used = sum(c.memory.num_bytes for c in graph.capture_costs if c.mode.value == name)
         assert estimate.num_bytes == pytest.approx(used, rel=0.2)
-        line = f"expected of {name} graphs: {estimate}; they took {used / MIB:.1f} MiB"
+        line = f"expected of {name} graphs: {estimate}; 8 captures took {used / MIB:.1f} MiB"
         assert line in str(report)
         assert f"{name} graphs are expected to take {estimate}" in caplog.text
-    assert graph.memory_use.num_bytes == pytest.approx(driver.num_bytes, abs=2**16)
+    assert report.memory_use.num_bytes == pytest.approx(driver.num_bytes, abs=2**16)
 
 
 @pytest.mark.parametrize("driver_keeps", [False, True])
 def test_sizes_over_the_budget_are_left_out(
     driver_keeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that `max_graphs` would leave out; batches go to the next larger size."""
+    """The two largest are captured, and of the others those that save most padding are kept."""
     driver = Driver(monkeypatch, keeps=driver_keeps)
     limit = 4 * 3 * MIB + CHUNK + 2**19  # of 8 sizes 4 fit
     compiled = compile(toy, cudagraph_capture_sizes=GRID, max_graph_memory=limit)
     report = pw.warmup(compiled, of_rows())
     graph = report.graphs[0]
-    kept = within_budget(GRID, 4)
+    kept = (*within_budget(GRID[:-2], 2), *GRID[-2:])
     assert graph.captured_sizes == kept[::-1]
     assert driver.most_bytes <= limit
-    assert graph.memory_use.num_bytes <= (graph.memory_limit or 0) == limit
-    assert graph.estimates["piecewise"].num_sizes == 4
+    assert report.memory_use.num_bytes <= (report.memory_limit or 0) == limit
+    assert graph.estimates["piecewise"].num_sizes == len(GRID)
     assert graph.left_out.keys() == {("piecewise", n) for n in GRID if n not in kept}
     text = graph.left_out["piecewise", 2]
-    assert text.startswith("max_graph_memory is 14.5 MiB, and piecewise graphs would take about 24")
-    assert "raise it, or name fewer cudagraph_capture_sizes" in text
+    assert text.startswith("max_graph_memory is 14.5 MiB, of which 6.0 MiB are in use, and each ")
+    assert "further size of piecewise graphs takes about 3.0 MiB; raise it" in text
+    assert text.endswith("raise it, or name fewer cudagraph_capture_sizes")
     assert f"no piecewise graphs at 2: {text}" in str(report)
     with pw.compilation_counter.expect():
         for n in range(1, 33):
@@ -310,13 +289,14 @@ def test_estimates_that_prove_too_small(monkeypatch: pytest.MonkeyPatch) -> None
     compiled = compile(toy, cudagraph_capture_sizes=GRID, max_graph_memory=limit)
 
     def make_inputs(descriptor: pw.BatchDescriptor) -> Any:
-        if descriptor.num_tokens <= 16 and only_runtime(compiled).captures.sizes:
+        if descriptor.num_tokens <= 16 and only_runtime(compiled).captures.captured:
             driver.graph_bytes = int(1.3 * MIB)
         return of_rows()(descriptor)
 
-    graph = pw.warmup(compiled, make_inputs).graphs[0]
+    report = pw.warmup(compiled, make_inputs)
+    graph = report.graphs[0]
     assert {1, 32} <= set(graph.captured_sizes)
-    assert graph.memory_use.num_bytes <= limit
+    assert report.memory_use.num_bytes <= limit
     for n in range(1, 33):
         same(compiled(rows(n)), toy(rows(n)), f"{n} tokens")
 
@@ -324,12 +304,12 @@ def test_estimates_that_prove_too_small(monkeypatch: pytest.MonkeyPatch) -> None
 def test_sizes_too_large_for_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is disabled, its memory given back, and the next smaller becomes the largest."""
     compiled = compile(toy, cudagraph_capture_sizes=SIZES, max_graph_memory=320 * 2**10)
-    with pytest.warns(RuntimeWarning, match=r"max_graph_memory is 0.3 MiB, and with 0.4 MiB for"):
+    with pytest.warns(RuntimeWarning, match=r"max_graph_memory is 0.3 MiB, of which 0.0 MiB are"):
         report = pw.warmup(compiled, of_rows(2**11))
     graph = report.graphs[0]
     assert graph.captured_sizes == (4, 2, 1)
     assert graph.capture_errors.keys() == {8}
-    assert graph.memory_use.num_bytes <= 320 * 2**10
+    assert report.memory_use.num_bytes <= 320 * 2**10
     assert "raise it, or name smaller sizes" in graph.capture_errors[8]
     with quiet():
         for n in range(1, 9):
@@ -343,13 +323,14 @@ def test_a_budget_for_nothing(mode: str, monkeypatch: pytest.MonkeyPatch) -> Non
     driver = Driver(monkeypatch)
     compiled = compile(toy, max_graph_memory=1, cudagraph_mode=mode)
     with quiet():
-        graph = pw.warmup(compiled, of_rows()).graphs[0]
+        report = pw.warmup(compiled, of_rows())
+        graph = report.graphs[0]
         for n in (3, 8):
             with pw.batch(uniform=True):
                 same(compiled(rows(n)), toy(rows(n)), f"{n} tokens")
     assert graph.captured_sizes == graph.captured_steps == ()
     assert graph.capture_costs == ()
-    assert graph.memory_use.num_bytes == driver.num_bytes == 0
+    assert report.memory_use.num_bytes == driver.num_bytes == 0
     assert fallbacks(pw.report(compiled)) == {FallbackReason.CAPTURE_ERROR: 2}
 
 
@@ -361,7 +342,7 @@ def test_pieces_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = compile(toy, cudagraph_capture_sizes=GRID, max_graph_memory=limit)
     graph = pw.warmup(compiled, of_rows()).graphs[0]
     assert graph.captured_sizes == tuple(GRID[::-1])
-    assert graph.captured_steps == within_budget(GRID, 3)[::-1]
+    assert graph.captured_steps == (*GRID[:-3:-1], GRID[0])
     with pw.batch(uniform=True):
         for n in range(1, 33):
             same(compiled(rows(n)), toy(rows(n)), f"{n} tokens")
@@ -389,9 +370,9 @@ def test_warm_up_again_keeps_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> N
     first = model.warmup(of_rows()).graphs[0]
     with pw.compilation_counter.expect():
         second = model.warmup(of_rows()).graphs[0]
-    assert first.captured_sizes == second.captured_sizes == within_budget(GRID, 4)[::-1]
+    assert first.captured_sizes == second.captured_sizes
+    assert first.captured_sizes == (*GRID[:-3:-1], *within_budget(GRID[:-2], 2)[::-1])
     assert first.left_out.keys() == second.left_out.keys()
-    assert second.estimates["piecewise"].num_sizes == 4
     assert driver.most_bytes <= limit
 
 
@@ -417,9 +398,10 @@ def test_sizes_that_served_nothing_are_evicted(way: str, monkeypatch: pytest.Mon
     assert evicted.memory.device_bytes == 5 * 3 * MIB
     assert driver.num_bytes == 3 * 3 * MIB
     assert str(evicted).startswith("evicted: piecewise 1, 2, 8, 12, 24 (allocator 0.0 MiB, device")
-    graph = pw.report(compiled).graphs[0]
+    report = pw.report(compiled)
+    graph = report.graphs[0]
     assert graph.captured_sizes == (32, 16, 4)
-    assert graph.memory_use.num_bytes == pytest.approx(driver.num_bytes, abs=2**16)
+    assert report.memory_use.num_bytes == pytest.approx(driver.num_bytes, abs=2**16)
     assert "no piecewise graphs at 12: evicted: it served no call since" in str(graph)
     with pw.compilation_counter.expect():
         for n in range(1, 33):
@@ -450,7 +432,7 @@ def test_batches_of_which_all_sizes_are_evicted(monkeypatch: pytest.MonkeyPatch)
     evicted = pw.evict(compiled)
     assert evicted.sizes == {"piecewise": tuple(SIZES)}
     assert (evicted.memory.allocator_bytes or 0) > 0
-    assert driver.num_bytes == pw.report(compiled).graphs[0].memory_use.num_bytes == 0
+    assert driver.num_bytes == pw.report(compiled).memory_use.num_bytes == 0
     with pytest.warns(
         RuntimeWarning, match=r"graphs of this size were evicted; pw\.warmup captures"
     ):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import piecewise_backend as pw
-from piecewise_backend.batch import FallbackReason
+from piecewise_backend.batch import CUDAGraphMode, FallbackReason
 from piecewise_backend.static_inputs import StaticInputs
 from tests.helpers import (
     Decoder,
@@ -61,7 +61,7 @@ def warmed(function: Any, **options: Any) -> Any:
 
 def static_inputs_of(compiled: Any) -> StaticInputs:
     """The buffers of a model that was captured."""
-    found = only_runtime(compiled).captures._static_inputs
+    found = only_runtime(compiled).captures.memory.static_inputs
     assert found is not None
     return found
 
@@ -1430,8 +1430,9 @@ def test_dynamo_reset() -> None:
 def memory_of(compiled: Any) -> list[weakref.ref[Any]]:
     """What must be gone after the model: graphs, buffers, the pool."""
     captures = only_runtime(compiled).captures
-    graphs = [kept.owner for size in captures.sizes.values() for kept in size.keep_alive]
-    return [*map(weakref.ref, graphs), weakref.ref(captures._arena), weakref.ref(captures._pool)]
+    memory = captures.memory
+    graphs = [kept.owner for size in captures.captured.values() for kept in size.keep_alive]
+    return [*map(weakref.ref, graphs), *map(weakref.ref, (memory.arena, memory.pool))]
 
 
 def test_deleting_the_model_gives_the_memory_back() -> None:
@@ -1462,7 +1463,9 @@ def test_moving_on_frees_old_captures() -> None:
     """Graphs of weights that moved are dropped before new ones are captured."""
     model = Decoder()
     compiled = warmed(model)
-    graph = weakref.ref(only_runtime(compiled).captures.sizes[16].keep_alive[0].owner)
+    graph = weakref.ref(
+        only_runtime(compiled).captures.captured[CUDAGraphMode.PIECEWISE, 16, 0].keep_alive[0].owner
+    )
     new_data(model)
     with quiet():
         compiled(rows(5))

@@ -101,7 +101,7 @@ def measured(mode: str, num_layers: int, limit: int | None) -> dict[str, Any]:
             "device": after[0] - before[0],
             "allocator": after[1] - before[1],
             "costs": [(c.mode.value, c.size, c.memory) for c in graph.capture_costs],
-            "use": graph.memory_use,
+            "use": report.memory_use,
             "estimates": dict(graph.estimates),
             "left_out": dict(graph.left_out),
             "text": str(report),
@@ -159,7 +159,7 @@ def evicted() -> dict[str, Any]:
             "some": some,
             "rest": rest,
             "points": [before, warm, after_some, again, after_rest],
-            "use": pw.report(compiled).graphs[0].memory_use,
+            "use": pw.report(compiled).memory_use,
         }
 
 

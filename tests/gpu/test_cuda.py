@@ -295,7 +295,7 @@ def test_two_instances_of_one_class() -> None:
 
 def pool_bytes(compiled: Any) -> int:
     """What the graphs' pool has reserved."""
-    pool = tuple(only_runtime(compiled).captures._pool.pool)
+    pool = tuple(only_runtime(compiled).captures.memory.pool.pool)
     segments = torch.cuda.memory_snapshot()
     return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == pool)
 
