@@ -76,8 +76,8 @@ class Config:
     sizes the smallest, the largest, and those that save most padding are kept."""
 
     max_graph_memory: int | float | None = None
-    """Most memory that all graphs of a model may take on a device, pools included: bytes, a fraction
-    of the device's memory between 0 and 1, or text such as "2GiB". Warm-up captures the two largest
+    """Most memory that all graphs of a model may take on a device, pools included: bytes, a part of
+    the device's memory between 0 and 1, or text such as "2GiB". Warm-up captures the two largest
     sizes, estimates the rest, and chooses among those as `max_graphs` does. Pieces come first."""
 
     cudagraph_num_of_warmups: int = 1
