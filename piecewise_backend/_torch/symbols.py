@@ -64,7 +64,7 @@ def number_of(value: object) -> sympy.Expr | int | float | bool:
 
 def hint_of(value: int | torch.SymInt) -> int:
     """The number itself, or the example value of a symbolic one."""
-    return value if isinstance(value, int) else int(value.node.hint)
+    return value if isinstance(value, int) else int(cast(int, value.node.hint))
 
 
 def size_expr(value: int | torch.SymInt) -> sympy.Expr:

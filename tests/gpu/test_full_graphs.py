@@ -145,7 +145,7 @@ def test_an_op_that_cannot_be_recorded() -> None:
         compiled = warmed(model, splitting_ops=["pwtest::waiting"])
     report = pw.report(compiled).graphs[0]
     assert report.captured_steps == ()
-    assert set(report.capture_errors) == {4, 8, 16}
+    assert set(report.step_errors) == {4, 8, 16}
     for n in (3, 8, 16):
         with pw.batch(uniform=True):
             near(compiled(rows(n)), model(rows(n)), f"{n}")

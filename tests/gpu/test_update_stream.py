@@ -445,7 +445,7 @@ def test_an_op_that_cannot_be_recorded(metadata: Metadata) -> None:
         compiled = refreshed("update_stream", refusing)
     report = pw.report(compiled).graphs[0]
     assert report.captured_steps == ()
-    assert set(report.capture_errors) == {4, 8, 16}
+    assert set(report.step_errors) == {4, 8, 16}
     x = rows(8)
     for step in range(5):
         metadata.on_host = step + 2.0
