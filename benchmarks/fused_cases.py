@@ -96,11 +96,11 @@ def plain_call(name: str, args: tuple[Any, ...]) -> Any:
     """The op in plain torch."""
     if name == "qk_norm_rope":
         return reference.qk_norm_rope(*args)
-    x, *rest = args
-    new_residual = []
+    x, rest = args[0], args[1:]  # Dynamo knows no list that is unpacked from a tuple
+    new_residual: tuple[Tensor, ...] = ()
     if name.startswith("add"):
-        x = x + rest.pop(0)
-        new_residual.append(x)
+        x, rest = x + rest[0], rest[1:]
+        new_residual = (x,)
     is_silu = name.startswith("silu")
     y = reference.silu_mul(x) if is_silu else reference.rms_norm(x, rest[0], EPS)
     scale = rest[0 if is_silu else 1] if "static" in name else None
