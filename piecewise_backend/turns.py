@@ -73,7 +73,8 @@ def _stream_check(device: torch.device) -> Callable[[], None] | None:
         current = _torch.raw_stream(index)
         if current != last:
             stream = torch.cuda.current_stream(device)
-            stream.wait_stream(earlier)
+            if not torch.cuda.is_current_stream_capturing():  # whoever records has joined streams
+                stream.wait_stream(earlier)
             last, earlier = current, stream
 
     return check

@@ -532,6 +532,24 @@ def test_two_streams() -> None:
     assert not fallbacks(pw.report(compiled))
 
 
+def test_a_step_inside_of_a_graph_of_the_users() -> None:
+    """With graphs off the step is code like any other, whatever stream it ran on before."""
+    model = Decoder(2, 64).cuda()
+    compiled = compile(model, cudagraph_mode="none")
+    x = rows(8, 64)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        compiled(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = compiled(x)
+    for seed in (1, 2):
+        x.copy_(rows(8, 64, seed=seed))
+        graph.replay()
+        near(result, model(x), f"seed {seed}")
+    near(compiled(x), model(x), "afterwards")
+
+
 @pytest.mark.parametrize("has_own_stream", [False, True])
 def test_two_threads(has_own_stream: bool) -> None:
     model = Decoder(4, 64).cuda()

@@ -79,11 +79,12 @@ def compare(case: Case, args: tuple[Any, ...]) -> None:
 
 
 def compare_scales(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """To 1e-6, except where the largest of a row was rounded to its neighbour."""
+    """To 1e-6, except where the largest of a row was rounded to its neighbour, or was twice: before
+    the weight, and after it."""
     assert got.shape == expected.shape
     error = ((got - expected).abs() / expected).nan_to_num()
     assert torch.equal(got.isnan(), expected.isnan())
-    assert bool((error <= DTYPE_STEP[dtype] + 4e-6).all())
+    assert bool((error <= 2 * DTYPE_STEP[dtype] + 4e-6).all())
     assert (error > 1e-6).sum() <= MOST + SHARE * expected.numel()
 
 

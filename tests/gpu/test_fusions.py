@@ -126,7 +126,7 @@ def test_from_cuda_graphs_at_every_token_count() -> None:
         },
     )
     weight, scale = values(128, seed=1).cuda(), torch.tensor([0.02], device="cuda")
-    for num_tokens in [*range(1, 17), 40]:
+    for num_tokens in range(1, 17):
         args = (
             values(num_tokens, 128, seed=num_tokens).cuda(),
             values(num_tokens, 128, seed=2).cuda(),
