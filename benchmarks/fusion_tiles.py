@@ -95,7 +95,7 @@ def chosen_tile(name: str, hidden: int, num_tokens: int) -> Launch:
     if name.startswith("silu") and "dynamic" not in name:
         group_size = GROUP_SIZE if "group" in name else 0
         return launch.split_rows(hidden, num_tokens, 2, group_size)
-    return launch.reduced_rows(hidden, num_tokens, 2)
+    return launch.reduced_rows(hidden, num_tokens, 2, has_residual=name.startswith("add"))
 
 
 def tiles_near(chosen: Launch) -> list[Launch]:

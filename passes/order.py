@@ -20,9 +20,9 @@ from piecewise_backend.passes.fusions import FUSIONS, Fusion, check_spelling
 from piecewise_backend.passes.keys import key_of
 from piecewise_backend.passes.noops import eliminate_noops
 
-NEVER_SLOWER: frozenset[str] = frozenset()
-"""The fusions that run where `pass_config` does not say: those that benchmarks have shown to be
-never slower, at any size, than what Inductor makes of the same. None has been measured so far."""
+NEVER_SLOWER: frozenset[str] = frozenset(FUSIONS) - {"fuse_silu_mul_static_quant"}
+"""The fusions that run on CUDA where `pass_config` does not say: those that `benchmarks/fusions.py`
+has shown to be never slower, at any size, than what Inductor makes of the same."""
 
 BUILT_IN: tuple[Pass, ...] = (
     Transform(name="eliminate_noops", function=eliminate_noops),
@@ -129,13 +129,15 @@ def register_spelling(part: str, spelling: Callable[..., Any]) -> None:
 
 
 def passes_for(
-    own: Sequence[Pass] = (), switches: Mapping[str, bool] | None = None
+    own: Sequence[Pass] = (), switches: Mapping[str, bool] | None = None, *, on_cuda: bool = False
 ) -> tuple[Pass, ...]:
     """The passes that run for one model, in order.
 
     Args:
         own: passes of this model alone, which go where `register_pass` would put them.
         switches: which of them run, by name; others as their `enabled` says.
+        on_cuda: the model runs on CUDA, where fusions were measured: elsewhere they have to be
+            switched on.
 
     Raises:
         ConfigError: `switches` names a pass that does not exist.
@@ -147,12 +149,19 @@ def passes_for(
     known = [item.name for item in ordered]
     for name in switches:
         _position(known, name, "pass_config")
-    return tuple(item for item in ordered if switches.get(item.name, item.enabled))
+    return tuple(
+        item for item in ordered if switches.get(item.name, _runs_by_default(item, on_cuda))
+    )
 
 
-def warn_if_fusing_without_noops(passes: Sequence[Pass]) -> None:
-    """A no-op in the middle of a pattern hides it."""
-    fusing = [p.name for p in passes if _looks_for_patterns(p)]
+def _runs_by_default(item: Pass, on_cuda: bool) -> bool:
+    is_fusion = isinstance(item, Transform) and isinstance(item.function, Fusion)
+    return item.enabled and (on_cuda or not is_fusion)
+
+
+def warn_if_fusing_without_noops(passes: Sequence[Pass], switches: Mapping[str, bool]) -> None:
+    """A no-op in the middle of a pattern hides it; of fusions, those that were asked for count."""
+    fusing = [p.name for p in passes if _looks_for_patterns(p, switches)]
     if fusing and "eliminate_noops" not in {item.name for item in passes}:
         warnings.warn(
             f"pass_config switches 'eliminate_noops' off, but {fusing} look for patterns, which "
@@ -162,10 +171,10 @@ def warn_if_fusing_without_noops(passes: Sequence[Pass]) -> None:
         )
 
 
-def _looks_for_patterns(item: Pass) -> bool:
+def _looks_for_patterns(item: Pass, switches: Mapping[str, bool]) -> bool:
     if isinstance(item, Rewrite):
         return item.stage == "piece"
-    return isinstance(item.function, Fusion)
+    return isinstance(item.function, Fusion) and item.name in switches
 
 
 def _with(ordered: Sequence[Pass], made: Pass, before: str | None, after: str | None) -> list[Pass]:

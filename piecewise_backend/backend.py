@@ -68,7 +68,7 @@ def piecewise(
     _refuse_cuda_graphs_elsewhere(config, example_inputs)
     counters = CompilationCounter(parent=compilation_counter)
     dump = GraphDump(config.dump_dir)
-    passes = Passes.of(config)
+    passes = Passes.of(config, example_inputs)
     gm, graph_passes = passes.rewrite_whole_graph(gm, dump)
     split, uncut = passes.split(gm, config)
     counters.add(
@@ -113,12 +113,14 @@ class Passes:
     piece: PassList
 
     @classmethod
-    def of(cls, config: Config) -> Passes:
+    def of(cls, config: Config, example_inputs: Sequence[Any]) -> Passes:
         """Those that run under these options; none below level 3."""
-        chosen = passes_for(config.passes, dict(config.pass_config)) if config.level == 3 else ()
+        tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
+        on_cuda, switches = any(tensor.is_cuda for tensor in tensors), dict(config.pass_config)
+        chosen = passes_for(config.passes, switches, on_cuda=on_cuda) if config.level == 3 else ()
         # With the eager compiler pieces stay as traced: there is no graph of aten ops to change.
         lowered = chosen if config.compiler == "inductor" else ()
-        warn_if_fusing_without_noops(lowered)
+        warn_if_fusing_without_noops(lowered, switches)
         validate = config.validate_passes or config.dump_dir is not None
         return cls(
             PassList([item for item in chosen if item.stage == "graph"], validate=validate),

@@ -365,6 +365,16 @@ def test_one_change_of_regime() -> None:
             assert len([1 for a, b in itertools.pairwise(tiles) if a != b]) == 1
 
 
+def test_tiles_that_were_the_fastest_of_those_measured() -> None:
+    """On an H200, by `benchmarks/fusion_tiles.py`."""
+    for num_rows in (1, 131_072):
+        tile = launch.reduced_rows(1024, num_rows, 2, has_residual=True)
+        assert tile == launch.Launch(rows=1, columns=1024, num_warps=4)
+    assert launch.reduced_rows(1024, 131_072, 2) == launch.Launch(4, 1024, 4)
+    assert launch.split_rows(8192, 1, 2, 0) == launch.Launch(1, 512, 4)
+    assert launch.split_rows(8192, 1, 2, 128) == launch.Launch(1, 512, 2)
+
+
 def test_constants() -> None:
     assert torch.finfo(reference.FP8_DTYPE).max == reference.FP8_MAX
     assert reference.MIN_SCALE == MIN_SCALE

@@ -237,11 +237,16 @@ def test_what_is_no_spelling_is_refused(part: str, spelling: Any, message: str) 
 # Which run
 
 
-def test_off_unless_asked_for() -> None:
-    """Until a benchmark has shown them never to be slower: `order.NEVER_SLOWER`."""
+def test_on_by_default_where_they_were_measured() -> None:
+    """Never slower than Inductor, on CUDA: `order.NEVER_SLOWER`."""
     assert set(FUSIONS) >= NEVER_SLOWER
-    names = [item.name for item in passes_for()]
-    assert names == ["eliminate_noops", *NEVER_SLOWER, "read_before_write"]
+    names = [item.name for item in passes_for(on_cuda=True)]
+    fused = [name for name in FUSIONS if name in NEVER_SLOWER]
+    assert names == ["eliminate_noops", *fused, "read_before_write"]
+    names = [item.name for item in passes_for((), {fused[0]: True})]
+    assert names == ["eliminate_noops", fused[0], "read_before_write"]
+    names = [item.name for item in passes_for((), {fused[0]: False}, on_cuda=True)]
+    assert names == ["eliminate_noops", *fused[1:], "read_before_write"]
 
 
 def test_switched_on_by_name_and_in_order() -> None:
@@ -255,9 +260,11 @@ def test_switched_on_by_name_and_in_order() -> None:
 
 
 def test_without_noop_elimination_there_is_a_warning() -> None:
-    passes = passes_for((), {"eliminate_noops": False, "fuse_qk_norm_rope": True})
+    switches = {"eliminate_noops": False, "fuse_qk_norm_rope": True}
     with pytest.warns(RuntimeWarning, match=r"'eliminate_noops' off, but \['fuse_qk_norm_rope'\]"):
-        pw.passes.warn_if_fusing_without_noops(passes)
+        pw.passes.warn_if_fusing_without_noops(passes_for((), switches), switches)
+    switches = {"eliminate_noops": False}
+    pw.passes.warn_if_fusing_without_noops(passes_for((), switches), switches)
 
 
 def test_passes_of_users_see_what_fusions_made() -> None:

@@ -13,6 +13,7 @@ divide. Sizes are compared as expressions, so that no assumption about the token
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Iterator
 
@@ -157,7 +158,13 @@ def _is_values(node: fx.Node) -> bool:
         return False
     if uncast(node)[1]:
         return False  # it would be written as float32 only to be read by the op
-    return x.dtype in DTYPES and x.device.type in _DEVICES
+    return x.dtype in DTYPES and x.device.type in _DEVICES and _has_float8(x.device)
+
+
+@functools.cache
+def _has_float8(device: torch.device) -> bool:
+    """Triton converts to `float8_e4m3fn` since compute capability 8.9."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _is_same_kind(node: fx.Node, other: fx.Node) -> bool:

@@ -47,7 +47,8 @@ def rms_norm_quant(
     num_rows = rows.size(0)
     if num_rows:
         if launch is None:
-            launch = reduced_rows(hidden, num_rows, x.element_size())
+            has_residual = residual is not None
+            launch = reduced_rows(hidden, num_rows, x.element_size(), has_residual=has_residual)
         with on_device_of(x):
             _rms_norm_quant_kernel[(-(-num_rows // launch.rows),)](
                 rows, residual_rows, weight, scale, out, scales, new_residual,
