@@ -37,7 +37,7 @@ def key_of(item: Pass) -> str:
         return repr((*head, "key", item.key))
     try:
         content = content_key(item.ingredients())
-    except _NoContentError as error:
+    except NoContentError as error:
         raise ConfigError(
             f"pass {item.name!r} depends on {error}, which has no content that a cache key could "
             "be made of; pass key= with a text that changes whenever the pass changes"
@@ -46,7 +46,11 @@ def key_of(item: Pass) -> str:
 
 
 def content_key(parts: Iterable[Any]) -> str:
-    """The content of things of several packages."""
+    """The content of things of several packages.
+
+    Raises:
+        NoContentError: one of them depends on something that has none.
+    """
     return repr([_Describer(_package_of(part)).describe(part) for part in parts])
 
 
@@ -55,7 +59,7 @@ def digest(texts: list[str]) -> str:
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 
-class _NoContentError(Exception):
+class NoContentError(Exception):
     """Something that can only be compared by identity."""
 
 
@@ -105,6 +109,8 @@ class _Describer:
             return ("partial", self.describe((value.func, value.args, value.keywords)))
         if isinstance(value, types.MethodType):
             return ("method", self.describe(value.__func__), self.describe(value.__self__))
+        if _is_triton_kernel(value):
+            return ("triton kernel", value.cache_key)
         if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
             return ("operator", str(value))
         if isinstance(value, types.ModuleType):
@@ -118,7 +124,7 @@ class _Describer:
         if isinstance(value, types.BuiltinFunctionType):
             if value.__self__ is None or isinstance(value.__self__, types.ModuleType):
                 return _named(value)
-            raise _NoContentError(repr(value))
+            raise NoContentError(repr(value))
         return self._object(value)
 
     def _function(self, function: types.FunctionType) -> Any:
@@ -145,7 +151,7 @@ class _Describer:
         """A global may be anything, a logger for example; most of it does not steer the pass."""
         try:
             return self.describe(value)
-        except _NoContentError:
+        except NoContentError:
             return _named(type(value))
 
     def _class(self, cls: type) -> Any:
@@ -169,9 +175,14 @@ class _Describer:
         if isinstance(value, logging.Logger):
             return _named(type(value))
         if not hasattr(value, "__dict__"):
-            raise _NoContentError(f"{value!r}, a {type(value).__qualname__}")
+            raise NoContentError(f"{value!r}, a {type(value).__qualname__}")
         state = [(name, self.describe(member)) for name, member in sorted(vars(value).items())]
         return ("object", self.describe(type(value)), state)
+
+
+def _is_triton_kernel(value: Any) -> bool:
+    """Triton hashes the source of a kernel and of what that calls; the rest is state."""
+    return type(value).__module__.startswith("triton.") and hasattr(value, "cache_key")
 
 
 def _named(value: Any) -> Any:

@@ -27,6 +27,20 @@ from piecewise_backend.registry import names_of
 from piecewise_backend.steps import Constant, Host, Piece, Value, map_leaves
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Structure:
+    """A piece without names: what it has in common with those that are the same."""
+
+    nodes: tuple[str, ...]
+    """What each does to which, in order."""
+    constants: tuple[str, ...]
+    """Those that could have been inputs."""
+    hoisted: tuple[int, ...]
+    """Which ones are, in the order of all."""
+    only_here: tuple[str, ...]
+    """Parts that another process could not recognise, functions without a name for example."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class DistinctPiece:
     """What is compiled: one graph that serves every piece of the same structure."""
@@ -37,8 +51,12 @@ class DistinctPiece:
     inputs: tuple[Value | Host | Constant, ...]
     """The inputs of the first piece of this structure, as examples."""
     examples: Mapping[str, Any]
-    key: str
-    """Hash of the structure."""
+    structure: Structure
+
+    @property
+    def key(self) -> str:
+        """Hash of the structure."""
+        return hashlib.sha256(repr(self.structure).encode()).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,13 +80,14 @@ def identify(pieces: Sequence[Piece]) -> tuple[Instance, ...]:
         first = described[members[0]]
         kept = tuple(s.typed for i, s in enumerate(first.slots) if i not in varying)
         module = hoisting.hoist(pieces[members[0]].module, [first.slots[i] for i in varying])
-        key = hashlib.sha256(repr((skeleton, kept, varying)).encode()).hexdigest()
+        nodes, only_here = tuple(repr(node) for node in skeleton), first.only_here
+        structure = Structure(nodes, tuple(map(repr, kept)), varying, only_here)
         distinct: DistinctPiece | None = None
         for member in members:
             slots = [described[member].slots[i] for i in varying]
             inputs = (*pieces[member].inputs, *(hoisting.as_input(slot) for slot in slots))
             distinct = distinct or DistinctPiece(
-                index, module, inputs, pieces[member].examples, key
+                index, module, inputs, pieces[member].examples, structure
             )
             instances[member] = Instance(pieces[member], distinct, inputs)
     return tuple(instances[position] for position in range(len(pieces)))
@@ -88,6 +107,8 @@ class _Description:
     """Everything but the values of the slots."""
     slots: tuple[hoisting.Slot, ...]
     """The constants that could be inputs, in order."""
+    only_here: tuple[str, ...]
+    """What is told apart by identity."""
 
 
 def _describe(piece: Piece) -> _Description:
@@ -104,13 +125,14 @@ class _Describer:
         self.positions: dict[fx.Node, int] = {}
         self.storages: dict[int, int] = {}
         self.slots: list[hoisting.Slot] = []
+        self.only_here: list[str] = []
 
     def run(self) -> _Description:
         records = []
         for position, node in enumerate(self.module.graph.nodes):
             self.positions[node] = position
             records.append(self._record(node))
-        return _Description(tuple(records), tuple(self.slots))
+        return _Description(tuple(records), tuple(self.slots), tuple(self.only_here))
 
     def _record(self, node: fx.Node) -> tuple[Any, ...]:
         if node.op == "placeholder":
@@ -128,7 +150,7 @@ class _Describer:
         )
         # What an op returns may depend on a constant: pieces are alike only if it does not.
         returned = repr(map_leaves(_torch.example_of(node), self._example)) if slots else ""
-        return (node.op, _target_key(node), arguments, returned)
+        return (node.op, self._target(node), arguments, returned)
 
     def _example(self, value: Any) -> tuple[Any, ...]:
         if not isinstance(value, torch.Tensor):
@@ -162,12 +184,29 @@ class _Describer:
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             return ("number", self._number(value))
         if isinstance(value, fx.GraphModule):
-            return ("graph", _Describer(value).run())
+            inner = _Describer(value).run()
+            self.only_here.extend(inner.only_here)
+            return ("graph", inner)
         if isinstance(value, torch.Tensor):
             return ("tensor", self._example(value), _content_hash(value))
         if value is None or value is Ellipsis or isinstance(value, _BY_REPR):
             return (type(value).__name__, repr(value))
+        self.only_here.append(f"a {type(value).__qualname__}")
         return ("unlike anything else", id(value))
+
+    def _target(self, node: fx.Node) -> str:
+        """The operator by name where names are unique, by identity where they are not."""
+        target = node.target
+        if isinstance(target, str) or node.op == "output":
+            return str(target)
+        if (names := names_of(node)) and "aten::" not in names[-1]:
+            return names[-1]
+        name = getattr(target, "__qualname__", None) or str(target)
+        qualified = f"{getattr(target, '__module__', '')}.{name}"
+        if "<" not in name:
+            return qualified
+        self.only_here.append(qualified)
+        return f"{qualified}@{id(target)}"
 
 
 _BY_REPR = (bool, int, str, complex, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -183,19 +222,3 @@ def _attribute_value(module: fx.GraphModule, node: fx.Node) -> Any:
 def _content_hash(tensor: torch.Tensor) -> str:
     data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
     return hashlib.sha256(data.tobytes()).hexdigest()
-
-
-def _target_key(node: fx.Node) -> str:
-    """The operator by name where names are unique, by identity where they are not."""
-    target = node.target
-    if isinstance(target, str) or node.op == "output":
-        return str(target)
-    if names := names_of(node):
-        return names[-1] if "aten::" not in names[-1] else _qualified(target)
-    return _qualified(target)
-
-
-def _qualified(target: Any) -> str:
-    name = getattr(target, "__qualname__", None) or str(target)
-    is_unique = "<" not in name
-    return f"{getattr(target, '__module__', '')}.{name}" + ("" if is_unique else f"@{id(target)}")

@@ -220,6 +220,7 @@ def _takes_symint(slot: Slot) -> bool:
 _values: list[Any] = []  # like torch.library's own registry, for the life of the process
 _indices: dict[tuple[str, str], int] = {}
 _filling = threading.Lock()
+_originals: dict[OpOverload, OpOverload] = {}
 _library = torch.library.Library("piecewise_hoisted", "FRAGMENT")
 
 
@@ -254,6 +255,11 @@ def _declared_types(op: OpOverload) -> dict[str, str]:
     return types
 
 
+def original_of(op: OpOverload) -> OpOverload:
+    """The op that a twin stands for; any other op itself."""
+    return _originals.get(op, op)
+
+
 @functools.cache
 def _twin(op: OpOverload, indexed: tuple[str, ...]) -> OpOverload:
     """An op like `op` whose arguments named in `indexed` are indices into the table."""
@@ -279,4 +285,6 @@ def _twin(op: OpOverload, indexed: tuple[str, ...]) -> OpOverload:
 
     _library.impl(name, call_original, "CompositeExplicitAutograd")
     torch.library.register_fake(f"piecewise_hoisted::{name}", call_original, lib=_library)
-    return getattr(torch.ops.piecewise_hoisted, name).default  # type: ignore[no-any-return]
+    twin: OpOverload = getattr(torch.ops.piecewise_hoisted, name).default
+    _originals[twin] = op
+    return twin

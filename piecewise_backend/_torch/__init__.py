@@ -8,6 +8,12 @@ from torch._library.custom_ops import CustomOpDef
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from piecewise_backend._torch.build import (
+    machine,
+    numeric_switches,
+    portable_options,
+    torch_build,
+)
 from piecewise_backend._torch.bytecode import (
     Rewritten,
     forget_traces,
@@ -48,7 +54,13 @@ from piecewise_backend._torch.memory import (
     same_layout,
     weak_view,
 )
-from piecewise_backend._torch.operators import kernel_below_dispatcher, operator_names
+from piecewise_backend._torch.operators import (
+    is_hidden_composite,
+    kernel_below_dispatcher,
+    operator_names,
+    python_functions,
+    triton_kernel_of,
+)
 from piecewise_backend._torch.rewriting import (
     GraphPass,
     complete_value,
@@ -109,11 +121,14 @@ __all__ = [
     "hint_of",
     "inductor_counts",
     "inductor_options",
+    "is_hidden_composite",
     "is_static_input",
     "kernel_below_dispatcher",
     "leave_failed_capture",
+    "machine",
     "mode_patches",
     "number_of",
+    "numeric_switches",
     "one_trace_for_all_sizes",
     "operator_names",
     "ordinary_tensors",
@@ -121,7 +136,9 @@ __all__ = [
     "original_of",
     "parameter_names",
     "piece_rewriter",
+    "portable_options",
     "positional_parameters",
+    "python_functions",
     "raw_stream",
     "replace_graph_call",
     "same_addresses",
@@ -134,8 +151,10 @@ __all__ = [
     "source_namespace",
     "stance_is_default",
     "target_name",
+    "torch_build",
     "trace_pattern",
     "tracing_once",
+    "triton_kernel_of",
     "value_of",
     "violated_guard",
     "weak_view",

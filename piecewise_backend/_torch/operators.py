@@ -7,6 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+from torch._library import simple_registry
 from torch._library.custom_ops import OPDEFS
 
 
@@ -38,3 +41,52 @@ def kernel_below_dispatcher(op: torch._ops.OpOverload, device: str) -> Callable[
 def _autocast(definition: Any) -> object:
     """Autocast rules of a custom op, which only the dispatcher applies; kept since torch 2.13."""
     return getattr(definition, "_autocast_dtype", None)
+
+
+def python_functions(op: torch._ops.OpOverload) -> dict[str, Callable[..., Any]]:
+    """What users wrote for an op in Python: its kernels by device type, and its "fake".
+
+    A kernel registered with `torch.library.impl` is not among them: torch keeps it in C++ only.
+    Ends when torch tells.
+    """
+    if (definition := OPDEFS.get(op._schema.name)) is not None:
+        kernels = definition._backend_fns.items()
+        found = {str(device): kernel for device, kernel in kernels if device is not None}
+        found["any device"] = definition._init_fn
+        if definition._abstract_fn is not None:
+            found["fake"] = definition._abstract_fn
+    else:
+        kernel = simple_registry.singleton.find(op._schema.name).fake_impl.kernel
+        found = {} if kernel is None else {"fake": kernel.func}
+    return {name: _as_written(function) for name, function in found.items()}
+
+
+def _as_written(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function without what torch has wrapped around it."""
+    while inspect.isfunction(function) and function.__module__.startswith("torch."):
+        held = inspect.getclosurevars(function).nonlocals
+        inner = held.get("fn", held.get("func"))
+        if not callable(inner):
+            break
+        function = inner
+    return function
+
+
+def is_hidden_composite(op: torch._ops.OpOverload) -> bool:
+    """Tracing goes through the op, by code that torch does not show."""
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    return op._schema.name not in OPDEFS and op.has_kernel_for_dispatch_key(composite)
+
+
+def triton_kernel_of(node: fx.Node) -> tuple[Any, dict[str, Any]] | None:
+    """The Triton kernel that a model calls itself, and its constant arguments.
+
+    The graph has indices into a table of the process, and nothing else that names the kernel.
+    """
+    if not isinstance(node.target, torch._ops.HigherOrderOperator) or (
+        "kernel_idx" not in node.kwargs
+    ):
+        return None
+    kernel, constants = node.kwargs["kernel_idx"], node.kwargs["constant_args_idx"]
+    table: Any = kernel_side_table
+    return table.get_kernel(kernel), table.get_constant_args(constants)

@@ -1,0 +1,65 @@
+"""What compiled code depends on besides its graph: this torch, its options, this machine."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+from torch._inductor import codecache
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+# How many processes compile is the machine's, and of no consequence to what they make.
+_WITHOUT_CONSEQUENCE = {"compile_threads", "worker_log_path", "torchinductor_worker_logpath"}
+
+
+def torch_build() -> dict[str, Any]:
+    """Which torch, by content of its sources, and which Triton and device driver.
+
+    Inductor keeps this for its own caches; there is no public spelling.
+    """
+    return {
+        "version": torch.__version__,
+        "sources": codecache.torch_key().hex(),
+        "system": codecache.CacheBase.get_system(),
+        "python": platform.python_version(),
+    }
+
+
+def portable_options() -> dict[str, dict[str, Any]]:
+    """The options of Inductor and of the tracer in front of it, without those of caching."""
+    return {
+        "inductor": _without_machine(inductor_config.save_config_portable()),
+        "functorch": _without_machine(functorch_config.save_config_portable()),
+    }
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What code for a device depends on."""
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        capability = f"{found.major}.{found.minor}"
+        return {"device": found.name, "capability": capability, "cuda": torch.version.cuda}
+    return {
+        "device": platform.machine(),
+        "capability": [torch.backends.cpu.get_cpu_capability(), str(pick_vec_isa())],
+        "threads": torch.get_num_threads(),
+    }
+
+
+def numeric_switches(device: torch.device) -> dict[str, Any]:
+    """Process-wide settings that tracing bakes into code."""
+    kind = device.type
+    return {
+        "autocast": [torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))],
+        "default dtype": str(torch.get_default_dtype()),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "gradients": [torch.is_grad_enabled(), torch.is_inference_mode_enabled()],
+        "matmul": [torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.fp32_precision],
+    }
+
+
+def _without_machine(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: v for name, v in sorted(options.items()) if name not in _WITHOUT_CONSEQUENCE}
