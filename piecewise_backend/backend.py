@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from piecewise_backend import _torch
+from piecewise_backend.artifact_store import open_store
 from piecewise_backend.compiled import CompiledGraph, compile_graph
 from piecewise_backend.compiler import EagerCompiler, InductorCompiler, PieceCompiler
 from piecewise_backend.config import Config
@@ -157,7 +158,8 @@ def _make_compiler(
     if config.compiler == "eager":
         return EagerCompiler()
     patches = dict(config.inductor_compile_config)
-    return InductorCompiler(patches, counters, passes.piece, dump.pass_writer)
+    store = None if config.cache_dir is None else open_store(config.cache_dir)
+    return InductorCompiler(patches, counters, passes.piece, dump.pass_writer, store)
 
 
 def _refuse_sealed(session: Session, gm: fx.GraphModule) -> None:

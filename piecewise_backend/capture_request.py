@@ -16,13 +16,13 @@ import torch
 from piecewise_backend import _torch
 from piecewise_backend.buffers import Arena
 from piecewise_backend.compiled import CompiledGraph
-from piecewise_backend.compiler import Call
 from piecewise_backend.errors import CaptureError, PiecewiseError
 from piecewise_backend.graphs import CapturedGraph, GraphPool
 from piecewise_backend.plan import Plan
 from piecewise_backend.rows import RowTable
 from piecewise_backend.sizes import Sizes
 from piecewise_backend.static_inputs import StaticInputs
+from piecewise_backend.version import Call
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

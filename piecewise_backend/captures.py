@@ -25,7 +25,6 @@ from piecewise_backend.capture_request import CapturedSize, CaptureRequest
 from piecewise_backend.capture_step import capture_step
 from piecewise_backend.captured_sizes import CapturedSizes, Key
 from piecewise_backend.compiled import CompiledGraph
-from piecewise_backend.compiler import Call
 from piecewise_backend.config import Config
 from piecewise_backend.costs import NOTHING, CaptureCost, MemoryUse, mib
 from piecewise_backend.dispatch import STATIC_SIZE, Dispatcher, LeftOut
@@ -37,6 +36,7 @@ from piecewise_backend.pools import (
 )
 from piecewise_backend.sizes import Sizes
 from piecewise_backend.static_inputs import StaticInputs
+from piecewise_backend.version import Call
 
 OF_ANOTHER_INSTANCE = (
     "the call is of another instance of the model, or of one whose weights or caches were replaced"

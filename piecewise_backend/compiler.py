@@ -19,21 +19,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import sympy
-import torch
 
 from piecewise_backend import _torch
+from piecewise_backend.artifact_store import ArtifactStore, Made
+from piecewise_backend.cache_key import Uncacheable, piece_key
 from piecewise_backend.canonical import DistinctPiece
 from piecewise_backend.counters import CompilationCounter
 from piecewise_backend.fakes import fake_inputs
-from piecewise_backend.passes import PassList, PassRecord, Write
+from piecewise_backend.passes import PassList, Write
 from piecewise_backend.post_grad import PostGrad
 from piecewise_backend.steps import Constant, Host
+from piecewise_backend.version import Call, Numbers, Version, loaded, stored
 
 log = logging.getLogger(__name__)
-
-Call = Callable[..., Sequence[torch.Tensor]]
-Numbers = tuple[int, ...]
-"""The integer inputs of a piece: sizes, then hoisted integer constants."""
 
 _PATCHES: dict[str, object] = {
     # Graphs are ours; Inductor's own would nest.
@@ -45,18 +43,6 @@ _PATCHES: dict[str, object] = {
 
 # A piece that needs more versions than this wants one for every size: better as traced.
 _MAX_VERSIONS = 8
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Version:
-    """One compilation of a piece, and the sizes it is valid for."""
-
-    call: Call
-    violated_by: Callable[[Numbers], str | None]
-    """The condition that sizes violate, or None if the version is valid for them."""
-    conditions: tuple[str, ...] = ()
-    passes: tuple[PassRecord, ...] = ()
-    """What the passes did, in their order."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,16 +79,43 @@ class InductorCompiler:
         counters: CompilationCounter,
         passes: PassList | None = None,
         writer: Callable[[str], Write | None] = lambda name: None,
+        store: ArtifactStore | None = None,
     ) -> None:
-        """Args are Inductor options, where to count, the piece passes, and who writes their
-        dumps: `writer(name of the piece)`."""
+        """Args are Inductor options, where to count, the piece passes, who writes their dumps
+        - `writer(name of the piece)` -, and where compiled pieces are kept."""
         self._patches = {**_PATCHES, **patches}
         self._counters = counters
         self._passes = passes or PassList(())
         self._writer = writer
+        self._store = store
 
     def compile(self, piece: DistinctPiece, numbers: Numbers) -> Version:
-        """Compile with `numbers` as example sizes."""
+        """Compile with `numbers` as example sizes, or load what was. See `version`."""
+        with_passes = PostGrad(self._passes, f"piece {piece.index}", self._writer)
+        patches = self._patches | with_passes.patches()
+        if self._store is None:
+            return self._compile(piece, numbers, with_passes, patches)
+        key = piece_key(piece, numbers, patches)
+        if isinstance(key, Uncacheable):
+            log.info("piece %d is compiled and not stored: %s", piece.index, key.reason)
+            return self._compile(piece, numbers, with_passes, patches)
+
+        def make() -> Made[Version]:
+            version = self._compile(piece, numbers, with_passes, patches)
+            return Made(version, stored(version, num_sizes(piece)))
+
+        fetched = self._store.fetch(key, make, loaded)
+        if fetched.is_hit:
+            self._counters.add(num_artifacts_loaded=1)
+        return fetched.value
+
+    def _compile(
+        self,
+        piece: DistinctPiece,
+        numbers: Numbers,
+        with_passes: PostGrad,
+        patches: Mapping[str, object],
+    ) -> Version:
         env = _torch.SizeEnv()
         hints = iter(numbers)
         symbols: dict[sympy.Symbol, sympy.Symbol] = {}
@@ -116,8 +129,6 @@ class InductorCompiler:
                 constant=lambda _: env.symint(env.symbol(next(hints))),
             )
         self._counters.add(num_inductor_compiles=1)
-        with_passes = PostGrad(self._passes, f"piece {piece.index}", self._writer)
-        patches = self._patches | with_passes.patches()
         call = _torch.compile_with_inductor(piece.module, inputs, env, patches)
         conditions = env.conditions()
         records = with_passes.records()
@@ -132,7 +143,7 @@ class Versions:
         self.compiled: list[Version] = []
         self.is_sealed = False
         self._compiler = compiler
-        self._num_sizes = sum(isinstance(ref, Host) for ref in piece.inputs)
+        self._num_sizes = num_sizes(piece)
         self._chosen: dict[Numbers, Choice] = {}
 
     def choose(self, numbers: Numbers) -> Choice:
@@ -168,6 +179,11 @@ class Versions:
         assert version.violated_by(numbers) is None
         self.compiled.append(version)
         return Choice(version.call)
+
+
+def num_sizes(piece: DistinctPiece) -> int:
+    """How many of the integer inputs of a piece are sizes; they come first."""
+    return sum(isinstance(ref, Host) for ref in piece.inputs)
 
 
 def numbers_of(refs: Sequence[Any]) -> list[sympy.Expr]:

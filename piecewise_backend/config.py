@@ -117,6 +117,10 @@ class Config:
     """Where `computation_graph.py`, the plans and `transformed_code.py` are written; None
     writes nothing."""
 
+    cache_dir: Path | None = None
+    """Where compiled pieces are kept for other processes; "default" is `piecewise_backend` in the
+    user's cache directory. None, or "off": nowhere."""
+
     level: int = 3
     """0: no compilation (`pw.compile` only). 1: graphs run as Dynamo traced them, guards kept.
     2: the same, traced once and called without guards. 3: everything."""
@@ -246,6 +250,7 @@ _CHECKS = {
     "max_padding_factor": option_checks.factor,
     "max_graph_memory": memory_limit,
     "dump_dir": option_checks.path,
+    "cache_dir": option_checks.cache_dir,
     "pass_config": option_checks.pass_config,
     "passes": option_checks.passes,
 }

@@ -30,6 +30,9 @@ class CompilationCounter:
     num_inductor_compiles: int = 0
     """Inductor compilations: one per distinct piece and version."""
 
+    num_artifacts_loaded: int = 0
+    """Versions of distinct pieces that were loaded from `cache_dir` instead."""
+
     num_cudagraph_captured: int = 0
     """Graphs captured: pieces that compute something, times sizes."""
 

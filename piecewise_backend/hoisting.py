@@ -152,11 +152,13 @@ def _emit_scaling(
     is_product = node.target in (operator.mul, torch.mul, "mul")
     if not is_product and slot.place == 0:
         # What torch makes of `c / x`, in this order of roundings.
-        tensor, is_product = graph.call_method("reciprocal", (tensor,)), True
-    wide = graph.call_method("to", (tensor, _COMPUTE_DTYPE[dtype]))
+        tensor, is_product = graph.call_function(torch.reciprocal, (tensor,)), True
+    # Functions, not methods: those torch would not store unless their tensor has an example.
+    to_dtype = torch.ops.aten.to.dtype
+    wide = graph.call_function(to_dtype, (tensor, _COMPUTE_DTYPE[dtype]))
     operands = (scale, wide) if slot.place == 0 else (wide, scale)
     scaled = graph.call_function(torch.mul if is_product else torch.div, operands)
-    result = graph.call_method("to", (scaled, dtype))
+    result = graph.call_function(to_dtype, (scaled, dtype))
     result.meta = dict(node.meta)
     return result
 

@@ -94,6 +94,25 @@ def path(name: str, value: Any) -> Path | None:
     return Path(value) if value else None
 
 
+def default_cache_dir() -> Path:
+    """Where the XDG specification has caches of users."""
+    # Relative paths are to be ignored, as the specification says.
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    parent = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
+    return parent / "piecewise_backend"
+
+
+def cache_dir(name: str, value: Any) -> Path | None:
+    """A path, "default", or "off"."""
+    if value is None or value == "off":
+        return None
+    if value == "default":
+        return default_cache_dir()
+    if not isinstance(value, str | os.PathLike) or not value:
+        raise ConfigError(f"{name}={value!r}; give a path, 'default', or 'off'")
+    return Path(value).expanduser()
+
+
 def pass_config(name: str, value: Any) -> tuple[tuple[str, bool], ...]:
     """Which passes run."""
     if not isinstance(value, Mapping) or not all(isinstance(v, bool) for v in value.values()):

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from piecewise_backend.compiler import Call
 from piecewise_backend.nearness import near
 from piecewise_backend.sizes import Layout, Sizes
+from piecewise_backend.version import Call
 
 Fill = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Makes values for a whole padded input, given that and its real rows."""

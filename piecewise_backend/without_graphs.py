@@ -13,9 +13,9 @@ from typing import Any
 
 from piecewise_backend.assumptions import Assumptions
 from piecewise_backend.compiled import CompiledGraph
-from piecewise_backend.compiler import Call
 from piecewise_backend.plan import dynamic_plan
 from piecewise_backend.sizes import SizeFunction, Sizes
+from piecewise_backend.version import Call
 
 _MAX_BINDINGS = 4096  # batches whose numbers and versions are kept
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import piecewise_backend as pw
-from piecewise_backend.compiler import Choice, Version, Versions
+from piecewise_backend.compiler import Choice, Versions
 from piecewise_backend.steps import Host
+from piecewise_backend.version import Version
 
 
 class EvenOnly:

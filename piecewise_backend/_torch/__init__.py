@@ -40,8 +40,10 @@ from piecewise_backend._torch.dynamo import (
     source_name,
 )
 from piecewise_backend._torch.inductor import (
+    artifact_bytes,
     compile_with_inductor,
     inductor_options,
+    load_artifact,
     mode_patches,
 )
 from piecewise_backend._torch.memory import (
@@ -102,6 +104,7 @@ __all__ = [
     "StorageWeakRef",
     "TensorCheck",
     "UnwrappedByDynamo",
+    "artifact_bytes",
     "borrowed_storage",
     "bound_replay",
     "calling_module",
@@ -125,6 +128,7 @@ __all__ = [
     "is_static_input",
     "kernel_below_dispatcher",
     "leave_failed_capture",
+    "load_artifact",
     "machine",
     "mode_patches",
     "number_of",

@@ -11,7 +11,9 @@ import torch
 import torch._inductor.compile_fx  # the compiler itself: seconds that belong to an import
 from torch import fx
 from torch._guards import TracingContext, tracing
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch._inductor import ir
+from torch._inductor.standalone_compile import AOTCompiledArtifact
 from torch._inductor.virtualized import V
 from torch._subclasses import fake_impls
 from torch.utils import _pytree as pytree
@@ -101,6 +103,42 @@ def compile_with_inductor(
             options={"config_patches": dict(patches)},
             aot=True,
         )
+
+
+def artifact_bytes(compiled: Callable[..., Any]) -> bytes | None:
+    """What `compile_with_inductor` returned, for another process.
+
+    None: torch cannot store it. It stores what its own caches take: nothing where those are
+    switched off, and no graph with a function that it does not know.
+    """
+    assert isinstance(compiled, AOTCompiledArtifact)
+    if compiled.inner_fn.compiled_fn.serialize is None:
+        return None
+    with _compiling, _no_triton_kernels():
+        return compiled.serialize()
+
+
+def load_artifact(data: bytes) -> Callable[..., Any]:
+    """The opposite of `artifact_bytes`: runs what is in the data, and compiles nothing."""
+    with _compiling, _no_triton_kernels():
+        return AOTCompiledArtifact.deserialize(data)
+
+
+@contextlib.contextmanager
+def _no_triton_kernels() -> Iterator[None]:
+    """An artifact is stored and loaded without the process's table of Triton kernels.
+
+    torch stores the table of all kernels of the process with every artifact, by number, and
+    loading puts them in the places of those that this process has under the numbers. Code that
+    Inductor made has its kernels in itself. Ends when torch stores what the artifact uses only.
+    """
+    table: Any = kernel_side_table
+    kept = table.id_to_kernel, table.kernel_to_id, table.constant_args
+    table.reset_table()
+    try:
+        yield
+    finally:
+        table.id_to_kernel, table.kernel_to_id, table.constant_args = kept
 
 
 def inductor_options() -> list[str]:

@@ -1,0 +1,121 @@
+"""`piecewise cache list | explain | clear`: look at the compilation cache, and empty it.
+
+In:  arguments.
+Out: text, and an exit status: 1 if there is nothing of the kind, 2 for wrong arguments.
+Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from piecewise_backend import option_checks
+from piecewise_backend.cache_contents import Entry, clear, entries
+from piecewise_backend.cache_entry import Damaged, Key
+from piecewise_backend.cache_key import explain
+from piecewise_backend.config import Config
+
+_MOST_DIFFERENCES = 12
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; `piecewise` calls it."""
+    given = _parser().parse_args(arguments)
+    root = given.dir or Config.from_options().cache_dir or option_checks.default_cache_dir()
+    lines = list(_COMMANDS[given.command](root, given))
+    print("\n".join(lines) or f"nothing in {root}")
+    return 0 if lines else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="piecewise")
+    cache = parser.add_subparsers(required=True).add_parser("cache", help="the compilation cache")
+    commands = cache.add_subparsers(dest="command", required=True)
+    for name, help_text in _HELP.items():
+        command = commands.add_parser(name, help=help_text, description=help_text)
+        command.add_argument(
+            "--dir", type=Path, help="the cache; if not given, PIECEWISE_CACHE_DIR or the default"
+        )
+        if name == "explain":
+            command.add_argument(
+                "entry", nargs="?", default="", help="how its name starts; the newest if not given"
+            )
+    return parser
+
+
+def _list(root: Path, given: argparse.Namespace) -> Iterator[str]:
+    there, now = entries(root), time.time()
+    for entry in there:
+        ages = f"made {_ago(now - entry.made)}, used {_ago(now - entry.used)}"
+        yield f"{entry.name[:12]}  {_size(entry.num_bytes):>9}  {ages}  {_summary(entry.key())}"
+    if there:
+        total = _size(sum(entry.num_bytes for entry in there))
+        yield f"{len(there)} entries, {total} in {root}"
+
+
+def _explain(root: Path, given: argparse.Namespace) -> Iterator[str]:
+    """Why an entry had to be made: how it differs from the one most like it that was there."""
+    keys = {entry: key for entry in entries(root) if isinstance(key := entry.key(), Mapping)}
+    wanted = [entry for entry in keys if entry.name.startswith(given.entry)]
+    if not wanted:
+        return
+    entry = max(wanted, key=lambda entry: entry.made)
+    earlier = [other for other in keys if other.made < entry.made]
+    yield f"{entry.name[:12]}  {_summary(keys[entry])}"
+    if not earlier:
+        yield "is the first entry: nothing was there that could have served"
+        return
+    nearest, differences = _nearest(keys[entry], {other: keys[other] for other in earlier})
+    yield f"is most like {nearest.name[:12]}, which could not serve because of"
+    yield from (f"  {line}" for line in differences[:_MOST_DIFFERENCES])
+    if (more := len(differences) - _MOST_DIFFERENCES) > 0:
+        yield f"  and {more} more"
+
+
+def _clear(root: Path, given: argparse.Namespace) -> Iterator[str]:
+    removed = clear(root)
+    if removed:
+        total = _size(sum(entry.num_bytes for entry in removed))
+        yield f"removed {len(removed)} entries, {total}, from {root}"
+
+
+_COMMANDS = {"list": _list, "explain": _explain, "clear": _clear}
+_HELP = {
+    "list": "what the cache holds, last used first",
+    "explain": "why a piece was compiled although something like it was there",
+    "clear": "remove every entry that no process is working on",
+}
+
+
+def _nearest(key: Key, others: Mapping[Entry, Key]) -> tuple[Entry, tuple[str, ...]]:
+    """The entry with the fewest differences, and those."""
+    found = {other: explain(its_key, key) for other, its_key in others.items()}
+    nearest = min(found, key=lambda other: len(found[other]))
+    return nearest, found[nearest]
+
+
+def _summary(key: Key | Damaged | None) -> str:
+    if not isinstance(key, Mapping):
+        return str(key or "removed meanwhile")
+    known: Any = {"piece": {}, "sizes": [], "torch": {}, "machine": {}} | dict(key)
+    device, version = known["machine"].get("device"), known["torch"].get("version")
+    nodes = len(known["piece"].get("nodes", ()))
+    return f"{nodes} nodes at sizes {known['sizes']}, {device}, torch {version}"
+
+
+def _ago(seconds: float) -> str:
+    for name, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {name} ago"
+    return f"{max(seconds, 0):.0f} s ago"
+
+
+def _size(num_bytes: int) -> str:
+    for name, length in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= length:
+            return f"{num_bytes / length:.1f} {name}"
+    return f"{num_bytes} B"

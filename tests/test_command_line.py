@@ -1,0 +1,154 @@
+"""`piecewise cache list | explain | clear`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from piecewise_backend.artifact_store import ArtifactStore, Made
+from piecewise_backend.cache_entry import KEY, name_of
+from piecewise_backend.command_line import main
+from piecewise_backend.config import Config
+from piecewise_backend.errors import ConfigError
+
+PROJECT = Path(__file__).parents[1]
+
+
+def key(version: str, *nodes: str) -> dict[str, Any]:
+    return {
+        "piece": {"nodes": list(nodes)},
+        "sizes": [8],
+        "torch": {"version": version},
+        "machine": {"device": "some GPU"},
+    }
+
+
+FIRST, OTHER_GRAPH, OTHER_TORCH = key("2.13", "a", "b"), key("2.13", "c"), key("2.14", "a", "b")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A cache with three entries, made in this order."""
+    store = ArtifactStore(tmp_path)
+    for age, one in enumerate([FIRST, OTHER_GRAPH, OTHER_TORCH]):
+        store.fetch(one, lambda: Made(b"", bytes(2000)), bytes)
+        for file in (tmp_path / name_of(one)).iterdir():
+            os.utime(file, (1000 + age, 1000 + age))
+    return tmp_path
+
+
+def run(capsys: pytest.CaptureFixture[str], root: Path, *arguments: str) -> tuple[int, list[str]]:
+    status = main(["cache", *arguments, "--dir", str(root)])
+    return status, capsys.readouterr().out.splitlines()
+
+
+def test_list_shows_size_age_and_what_was_compiled(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, lines = run(capsys, root, "list")
+    assert status == 0
+    (line,) = [line for line in lines if line.startswith(name_of(FIRST)[:12])]
+    assert "2 nodes at sizes [8], some GPU, torch 2.13" in line
+    assert "KiB" in line
+    assert "d ago, used" in line
+    assert lines[-1].startswith("3 entries, ")
+
+
+def test_list_shows_what_is_damaged(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / name_of(FIRST) / KEY).write_text("{")
+    _, lines = run(capsys, root, "list")
+    (line,) = [line for line in lines if line.startswith(name_of(FIRST)[:12])]
+    assert "key.json: no JSON" in line
+
+
+def test_explain_names_what_differs_from_the_nearest_entry(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, lines = run(capsys, root, "explain")
+    assert status == 0
+    assert lines[0].startswith(name_of(OTHER_TORCH)[:12])
+    assert name_of(FIRST)[:12] in lines[1]
+    assert lines[2:] == ["  torch.version: '2.13' -> '2.14'"]
+
+
+def test_explain_of_the_first_entry_and_of_none(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, lines = run(capsys, root, "explain", name_of(FIRST)[:8])
+    assert (status, lines[1]) == (
+        0,
+        "is the first entry: nothing was there that could have served",
+    )
+    assert run(capsys, root, "explain", "no-such-name") == (1, [f"nothing in {root}"])
+
+
+def test_clear_empties_the_cache(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, (line,) = run(capsys, root, "clear")
+    assert status == 0
+    assert line.startswith("removed 3 entries, ")
+    assert run(capsys, root, "list") == (1, [f"nothing in {root}"])
+    assert run(capsys, root, "clear") == (1, [f"nothing in {root}"])
+
+
+@pytest.mark.parametrize("arguments", [[], ["cache"], ["cache", "lists"]])
+def test_wrong_arguments_are_explained(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert "usage: piecewise" in capsys.readouterr().err
+
+
+def test_the_directory_comes_from_the_option_or_the_users_cache(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PIECEWISE_CACHE_DIR", str(root))
+    assert main(["cache", "list"]) == 0
+    monkeypatch.setenv("PIECEWISE_CACHE_DIR", "off")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(root / "xdg"))
+    assert main(["cache", "list"]) == 1
+    assert f"nothing in {root / 'xdg' / 'piecewise_backend'}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("value", "xdg", "expected"),
+    [
+        (None, "/x", None),
+        ("off", "/x", None),
+        ("default", "/x", Path("/x/piecewise_backend")),
+        ("default", "relative", Path("/home/of/user/.cache/piecewise_backend")),
+        ("default", None, Path("/home/of/user/.cache/piecewise_backend")),
+        ("~/mine", None, Path("/home/of/user/mine")),
+        (Path("/there"), None, Path("/there")),
+    ],
+)
+def test_what_cache_dir_may_be(
+    monkeypatch: pytest.MonkeyPatch, value: Any, xdg: str | None, expected: Path | None
+) -> None:
+    monkeypatch.setenv("HOME", "/home/of/user")
+    if xdg is None:
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    else:
+        monkeypatch.setenv("XDG_CACHE_HOME", xdg)
+    assert Config.from_options({"cache_dir": value}).cache_dir == expected
+
+
+@pytest.mark.parametrize("value", [3, True, "", ["/there"]])
+def test_what_cache_dir_may_not_be(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"cache_dir=.*give a path, 'default', or 'off'"):
+        Config.from_options({"cache_dir": value})
+
+
+def test_the_command_is_installed_and_runs_as_a_module(root: Path) -> None:
+    scripts = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"piecewise": f"{main.__module__}:{main.__name__}"}
+    command = [sys.executable, "-m", "piecewise_backend", "cache", "list", "--dir", str(root)]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "3 entries" in done.stdout
