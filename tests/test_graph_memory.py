@@ -291,8 +291,11 @@ def test_a_reset_in_the_middle_of_a_warm_up(at: int) -> None:
     with quiet(), pytest.raises(pw.ContractError, match=r"reset\(\) was called while the model"):
         pw.warmup(compiled, make_inputs)
     report = pw.warmup(compiled, of_rows())
-    assert set(report.graphs[-1].captured_sizes) == {4, 8}
     assert report.state is WarmupState.READY
+    before = num_replays(report)
+    for n in (4, 8):  # a trace of its own may serve what was called in between
+        same(compiled(rows(n)), toy(rows(n)), f"{n} tokens")
+    assert num_replays(pw.report(compiled)) == before + 2
 
 
 def test_make_inputs_that_never_gives_a_size() -> None:
