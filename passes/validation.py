@@ -5,8 +5,8 @@ Out: `BrokenGraphError`, which names the node.
 
 Always checked: that every input of a node exists and comes before it, that inputs are the same,
 outputs as many and of the same dtypes, ranks and devices, and that new nodes can be computed
-from their inputs. On request every node is computed anew, which finds recorded values that the
-pass left wrong.
+from their inputs. On request every node is computed anew, but calls of subgraphs, which finds
+recorded values that the pass left wrong.
 """
 
 from __future__ import annotations
@@ -124,8 +124,7 @@ def _complete(graph: fx.Graph, mode: _torch.FakeTensorMode, recompute: bool) -> 
     for node in graph.nodes:
         try:
             _torch.complete_value(node, mode)
-            computed = recompute and node.op.startswith("call_")
-            value = _torch.fake_call(node, mode) if computed else None
+            value = _torch.fake_call(node, mode) if recompute and _is_computable(node) else None
         except Exception as error:
             raise BrokenGraphError(
                 f"node {node.name!r} cannot be computed from its inputs: "
@@ -138,6 +137,13 @@ def _complete(graph: fx.Graph, mode: _torch.FakeTensorMode, recompute: bool) -> 
                 f"node {node.name!r} computes {_facts(value)}, but is recorded as "
                 f"{_facts(recorded)}"
             )
+
+
+def _is_computable(node: fx.Node) -> bool:
+    """A call of no subgraph, whose inputs all have values."""
+    if not node.op.startswith("call_") or _torch.is_higher_order(node):
+        return False
+    return all(map(_torch.has_value, node.all_input_nodes))
 
 
 def _facts(value: Any) -> str:

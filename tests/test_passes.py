@@ -478,6 +478,14 @@ def test_wrong_values_are_found_when_every_node_is_computed_anew() -> None:
         run(lies, gm, validate=True)
 
 
+def test_calls_of_subgraphs_are_not_computed_anew(tmp_path: Path) -> None:
+    def chosen(x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x.sin() + 1, lambda x: x.cos() * 2, (x,))
+
+    compiled = compile(chosen, compiler="inductor", cudagraph_mode="none", dump_dir=tmp_path)
+    same(compiled(rows(3)), chosen(rows(3)), "with dumps, which validate")
+
+
 def test_nodes_out_of_order_are_brought_in_order() -> None:
     def appends_late(graph: fx.Graph) -> None:
         sin, cos = first(graph, aten.sin.default), first(graph, aten.cos.default)

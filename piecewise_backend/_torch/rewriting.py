@@ -33,6 +33,16 @@ def value_of(node: fx.Node) -> Any:
     return next((node.meta[key] for key in VALUE_KEYS if key in node.meta), None)
 
 
+def has_value(node: fx.Node) -> bool:
+    """It is known what the node stands for, be it None."""
+    return any(key in node.meta for key in VALUE_KEYS)
+
+
+def is_higher_order(node: fx.Node) -> bool:
+    """It calls an op over other functions, as `torch.cond` over its branches."""
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
 def piece_rewriter(
     pattern: Callable[..., Any],
     replacement: Callable[..., Any],
@@ -185,7 +195,7 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
 
 def complete_value(node: fx.Node, mode: FakeTensorMode) -> None:
     """Compute the value of a node that has none, as one that a pass has just made."""
-    if any(key in node.meta for key in VALUE_KEYS) or node.op in ("placeholder", "output"):
+    if has_value(node) or node.op in ("placeholder", "output"):
         return
     key = next((k for n in node.graph.nodes for k in VALUE_KEYS if k in n.meta), VALUE_KEYS[0])
     if node.op == "get_attr":
