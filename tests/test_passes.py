@@ -549,6 +549,57 @@ def test_a_rewrite_before_the_split_matches_what_the_user_wrote() -> None:
     assert report.graphs[0].passes["the whole graph"][0].matches == 2
 
 
+def set_item(y: Tensor) -> None:
+    y[0] = 3.0
+
+
+def gates_before(write: Any) -> Any:
+    def model(x: Tensor) -> Tensor:
+        y = x + 1
+        made = F.silu(y) * x
+        write(y)
+        return made + y
+
+    return model
+
+
+WRITES = {
+    "a method": lambda y: y.zero_(),
+    "an operator": lambda y: operator.iadd(y, 1),
+    "an item": set_item,
+    "a function": torch.relu_,
+    "inplace=": lambda y: F.relu(y, inplace=True),
+    "inplace by position": lambda y: F.relu(y, True),
+    "out=": lambda y: torch.add(y, 1, out=y),
+    "an aten op": lambda y: aten.mul_(y, 2),
+    "a split op": lambda y: torch.ops.pwtest.attn_double(y, y, y, y),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=list(WRITES))
+def test_a_rewrite_before_the_split_does_not_move_reads_behind_writes(write: Any) -> None:
+    report = agrees_with_eager(
+        gates_before(write),
+        lambda n: (rows(n),),
+        passes=[gate_rewrite(stage="graph")],
+        splitting_ops=["pwtest::attn_double"],
+    )
+    assert report.graphs[0].passes["the whole graph"][0].matches == 0
+
+
+def test_writes_in_the_middle_of_a_match_hide_it_and_others_do_not() -> None:
+    def model(x: Tensor) -> Tensor:
+        y = x + 1
+        before = F.silu(y) * x
+        first = before.sum(-1, keepdim=True)
+        act = F.silu(y)
+        y.zero_()
+        return act * x + first + y
+
+    report = agrees_with_eager(model, lambda n: (rows(n),), passes=[gate_rewrite(stage="graph")])
+    assert report.graphs[0].passes["the whole graph"][0].matches == 1
+
+
 def test_a_graph_pass_leaves_dynamos_graph_alone() -> None:
     seen: list[fx.Graph] = []
 

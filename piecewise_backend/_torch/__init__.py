@@ -19,6 +19,7 @@ from piecewise_backend._torch.bytecode import (
     violated_guard,
     when_rewritten,
 )
+from piecewise_backend._torch.calls import is_higher_order
 from piecewise_backend._torch.dynamo import (
     GUARDED,
     TRACE_ERRORS,
@@ -60,7 +61,6 @@ from piecewise_backend._torch.rewriting import (
     has_order,
     has_value,
     inductor_counts,
-    is_higher_order,
     piece_rewriter,
     positional_parameters,
     sort_nodes,
