@@ -4,9 +4,9 @@ In:  the interface of a graph before a pass, and the graph after it.
 Out: `BrokenGraphError`, which names the node.
 
 Always checked: that every input of a node exists and comes before it, that inputs are the same,
-outputs as many and of the same dtypes, ranks and devices, and that new nodes can be computed
-from their inputs. On request every node is computed anew, but calls of subgraphs, which finds
-recorded values that the pass left wrong.
+outputs as many and of the same dtypes, ranks and devices, that new nodes can be computed from
+their inputs, and, in pieces, that they call what Inductor compiles. On request every node is
+computed anew, but calls of subgraphs, which finds recorded values that the pass left wrong.
 """
 
 from __future__ import annotations
@@ -31,22 +31,36 @@ class Interface:
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    foreign: frozenset[str]
+    """What it calls that a pass may not put into a piece: Inductor itself does."""
 
     @classmethod
     def of(cls, graph: fx.Graph) -> Interface:
         """The interface of a graph at this moment."""
         inputs = tuple(str(node.target) for node in graph.find_nodes(op="placeholder"))
-        return cls(inputs, tuple(_kind(leaf) for leaf in _returned(graph)))
+        outputs = tuple(_kind(leaf) for leaf in _returned(graph))
+        unknown = (node for node in graph.nodes if not _torch.is_for_inductor(node))
+        return cls(inputs, outputs, frozenset(map(_torch.target_name, unknown)))
 
 
-def check(graph: fx.Graph, before: Interface, *, recompute: bool = False) -> None:
+def check(
+    graph: fx.Graph, before: Interface, *, for_inductor: bool = False, recompute: bool = False
+) -> None:
     """Raise if the graph is broken; nodes may be reordered, and values are completed.
+
+    Args:
+        graph: as the pass left it.
+        before: how it was.
+        for_inductor: Inductor compiles it next, so new nodes call what that knows.
+        recompute: compute every node anew.
 
     Raises:
         BrokenGraphError: it is.
     """
     _check_references(graph)
     _check_order(graph)
+    if for_inductor:
+        _check_calls(graph, before.foreign)
     mode = _torch.fake_mode_of(graph)
     if mode is not None:
         _complete(graph, mode, recompute)
@@ -89,6 +103,17 @@ def _check_references(graph: fx.Graph) -> None:
                 raise BrokenGraphError(
                     f"node {node.name!r} reads {source.name!r}, which is not in the graph"
                 )
+
+
+def _check_calls(graph: fx.Graph, known: frozenset[str]) -> None:
+    for node in graph.nodes:
+        name = _torch.target_name(node)
+        if not _torch.is_for_inductor(node) and name not in known:
+            kind = "method" if node.op == "call_method" else "function"
+            raise BrokenGraphError(
+                f"node {node.name!r} calls the {kind} {name!r}, which Inductor does not compile; "
+                "call an overload of an op, such as torch.ops.aten.relu.default"
+            )
 
 
 def _check_order(graph: fx.Graph) -> None:

@@ -435,6 +435,25 @@ def calls_wrongly(graph: fx.Graph) -> None:
     graph.output_node().args = ((made,),)
 
 
+def calls_a_method(graph: fx.Graph) -> None:
+    cos = first(graph, aten.cos.default)
+    with graph.inserting_after(cos):
+        made = graph.call_method("relu", (cos,))
+    graph.output_node().args = ((made,),)
+
+
+def calls_torch(graph: fx.Graph) -> None:
+    first(graph, aten.cos.default).target = torch.cos
+
+
+def calls_a_function(graph: fx.Graph) -> None:
+    first(graph, aten.cos.default).target = F.silu
+
+
+def calls_a_packet(graph: fx.Graph) -> None:
+    first(graph, aten.cos.default).target = aten.cos
+
+
 def adds_an_input(graph: fx.Graph) -> None:
     with graph.inserting_before(next(iter(graph.nodes))):
         graph.placeholder("more")
@@ -447,6 +466,10 @@ BROKEN = [
     (returns_more, "returns 2 values and returned 1"),
     (returns_another_dtype, r"output 0 \(node 'convert.*float16.* was a torch.float32"),
     (calls_wrongly, "node 'view.*' cannot be computed from its inputs"),
+    (calls_a_method, r"node 'relu.*' calls the method 'relu', .* call an overload of an op"),
+    (calls_torch, r"node 'cos' calls the function 'cos', .* call an overload of an op"),
+    (calls_a_function, "node 'cos' calls the function 'silu', which Inductor does not compile"),
+    (calls_a_packet, r"node 'cos' calls the function 'aten.cos', .* torch.ops.aten.relu.default"),
     (adds_an_input, r"takes \('more', .*and took"),
 ]
 
@@ -459,6 +482,24 @@ def test_a_broken_graph_names_the_pass_the_place_and_the_node(function: Any, mes
     assert f"'{function.__name__}'" in str(caught.value)
     assert "piece 7" in str(caught.value)
     assert "pass_config={" in str(caught.value)
+
+
+def test_sizes_are_computed_with_functions_of_numbers() -> None:
+    def divides_sizes(graph: fx.Graph) -> None:
+        cos = first(graph, aten.cos.default)
+        with graph.inserting_after(cos):
+            size = graph.call_function(aten.sym_size.int, (cos, 0))
+            with graph.inserting_after(size):
+                half = graph.call_function(operator.floordiv, (size, 2))
+            with graph.inserting_after(half):
+                number = graph.call_function(torch.sym_float, (half,))
+            with graph.inserting_after(number):
+                made = graph.call_function(aten.mul.Scalar, (cos, number))
+        graph.output_node().args = ((made,),)
+
+    gm = traced(lambda x: (x.sin().cos(),), torch.ones(3, 4))
+    run(divides_sizes, gm)
+    same(gm(rows(5)), (rows(5).sin().cos() * 2,), "half of five")
 
 
 def test_wrong_values_are_found_when_every_node_is_computed_anew() -> None:

@@ -19,7 +19,7 @@ from piecewise_backend._torch.bytecode import (
     violated_guard,
     when_rewritten,
 )
-from piecewise_backend._torch.calls import is_higher_order
+from piecewise_backend._torch.calls import is_for_inductor, is_higher_order
 from piecewise_backend._torch.dynamo import (
     GUARDED,
     TRACE_ERRORS,
@@ -112,6 +112,7 @@ __all__ = [
     "hint_of",
     "inductor_counts",
     "inductor_options",
+    "is_for_inductor",
     "is_higher_order",
     "is_static_input",
     "kernel_below_dispatcher",

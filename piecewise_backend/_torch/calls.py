@@ -26,6 +26,22 @@ def is_higher_order(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
+def is_for_inductor(node: fx.Node) -> bool:
+    """Inductor knows what the node calls: an overload of an op, a function of numbers, a subgraph.
+
+    It fails at others with errors of its own, far from who put them into the graph.
+    """
+    target = node.target
+    if node.op != "call_function":
+        return node.op not in ("call_method", "call_module")
+    if isinstance(target, torch._ops.OpOverload) or is_higher_order(node):
+        return True
+    module, name = getattr(target, "__module__", None), getattr(target, "__name__", "")
+    return module in ("_operator", "builtins", "math") or (
+        module == "torch" and name.lstrip("_").startswith("sym_")
+    )
+
+
 def may_write(node: fx.Node) -> bool:
     """Whether a node of Dynamo's graph writes a tensor, as far as what it calls shows."""
     target, kwargs = node.target, node.kwargs
