@@ -183,6 +183,7 @@ def test_pass_config_switches_by_name() -> None:
         ({"pass_config": ["eliminate_noops"]}, "give a mapping such as"),
         ({"passes": does_nothing}, "give a list of passes"),
         ({"passes": [3]}, "3 is no pass"),
+        ({"passes": [does_nothing] * 2}, "several passes named 'does_nothing'; give each a name="),
         ({"validate_passes": "yes"}, "validate_passes='yes'"),
         (
             {"inductor_compile_config": {"post_grad_custom_post_pass": does_nothing}},
