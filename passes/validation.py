@@ -4,7 +4,7 @@ In:  the interface of a graph before a pass, and the graph after it.
 Out: `BrokenGraphError`, which names the node.
 
 Always checked: that every input of a node exists and comes before it, that inputs are the same,
-outputs as many and of the same dtypes, ranks and devices, that new nodes can be computed from
+outputs as many and of the same dtypes, sizes and devices, that new nodes can be computed from
 their inputs, and, in pieces, that they call what Inductor compiles. On request every node is
 computed anew, but calls of subgraphs, which finds recorded values that the pass left wrong.
 """
@@ -31,6 +31,7 @@ class Interface:
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    sizes: tuple[tuple[Any, ...], ...]
     foreign: frozenset[str]
     """What it calls that a pass may not put into a piece: Inductor itself does."""
 
@@ -40,7 +41,8 @@ class Interface:
         inputs = tuple(str(node.target) for node in graph.find_nodes(op="placeholder"))
         outputs = tuple(_kind(leaf) for leaf in _returned(graph))
         unknown = (node for node in graph.nodes if not _torch.is_for_inductor(node))
-        return cls(inputs, outputs, frozenset(map(_torch.target_name, unknown)))
+        sizes = tuple(_sizes(leaf) for leaf in _returned(graph))
+        return cls(inputs, outputs, sizes, frozenset(map(_torch.target_name, unknown)))
 
 
 def check(
@@ -78,6 +80,11 @@ def check(
             raise BrokenGraphError(
                 f"output {position} (node {str(leaf)!r}) is {now} and was {then}"
             )
+        sizes, sizes_before = after.sizes[position], before.sizes[position]
+        if not all(map(_torch.may_be_same_size, sizes, sizes_before)):
+            raise BrokenGraphError(
+                f"output {position} (node {str(leaf)!r}) has sizes {sizes} and had {sizes_before}"
+            )
 
 
 def _returned(graph: fx.Graph) -> list[Any]:
@@ -93,6 +100,11 @@ def _kind(leaf: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a {value.dtype} tensor of rank {value.dim()} on {value.device}"
     return type(value).__name__
+
+
+def _sizes(leaf: Any) -> tuple[Any, ...]:
+    value = _torch.value_of(leaf) if isinstance(leaf, fx.Node) else None
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
 
 
 def _check_references(graph: fx.Graph) -> None:
@@ -178,5 +190,4 @@ def _facts(value: Any) -> str:
 def _agree(a: Any, b: Any) -> bool:
     if (a.dtype, a.device, a.dim()) != (b.dtype, b.device, b.dim()):
         return False
-    sizes = zip(a.shape, b.shape, strict=True)
-    return all(x == y for x, y in sizes if isinstance(x, int) and isinstance(y, int))
+    return all(map(_torch.may_be_same_size, a.shape, b.shape))

@@ -455,6 +455,20 @@ def calls_a_packet(graph: fx.Graph) -> None:
     first(graph, aten.cos.default).target = aten.cos
 
 
+def returns_fewer_columns(graph: fx.Graph) -> None:
+    cos = first(graph, aten.cos.default)
+    with graph.inserting_after(cos):
+        part = graph.call_function(aten.slice.Tensor, (cos, 1, 0, 2))
+    graph.output_node().args = ((part,),)
+
+
+def returns_twice_the_rows(graph: fx.Graph) -> None:
+    cos = first(graph, aten.cos.default)
+    with graph.inserting_after(cos):
+        twice = graph.call_function(aten.repeat.default, (cos, [2, 1]))
+    graph.output_node().args = ((twice,),)
+
+
 def adds_an_input(graph: fx.Graph) -> None:
     with graph.inserting_before(next(iter(graph.nodes))):
         graph.placeholder("more")
@@ -471,6 +485,8 @@ BROKEN = [
     (calls_torch, r"node 'cos' calls the function 'cos', .* call an overload of an op"),
     (calls_a_function, "node 'cos' calls the function 'silu', which Inductor does not compile"),
     (calls_a_packet, r"node 'cos' calls the function 'aten.cos', .* torch.ops.aten.relu.default"),
+    (returns_fewer_columns, r"output 0 \(node 'slice.*\) has sizes \(s\d+, 2\) and had"),
+    (returns_twice_the_rows, r"output 0 \(node 'repeat.*\) has sizes \(2\*s\d+, .* and had"),
     (adds_an_input, r"takes \('more', .*and took"),
 ]
 
