@@ -183,6 +183,7 @@ def test_pass_config_switches_by_name() -> None:
         ({"pass_config": ["eliminate_noops"]}, "give a mapping such as"),
         ({"passes": does_nothing}, "give a list of passes"),
         ({"passes": [3]}, "3 is no pass"),
+        ({"passes": [does_nothing] * 2}, "several passes named 'does_nothing'; give each a name="),
         ({"validate_passes": "yes"}, "validate_passes='yes'"),
         (
             {"inductor_compile_config": {"post_grad_custom_post_pass": does_nothing}},
@@ -435,6 +436,39 @@ def calls_wrongly(graph: fx.Graph) -> None:
     graph.output_node().args = ((made,),)
 
 
+def calls_a_method(graph: fx.Graph) -> None:
+    cos = first(graph, aten.cos.default)
+    with graph.inserting_after(cos):
+        made = graph.call_method("relu", (cos,))
+    graph.output_node().args = ((made,),)
+
+
+def calls_torch(graph: fx.Graph) -> None:
+    first(graph, aten.cos.default).target = torch.cos
+
+
+def calls_a_function(graph: fx.Graph) -> None:
+    first(graph, aten.cos.default).target = F.silu
+
+
+def calls_a_packet(graph: fx.Graph) -> None:
+    first(graph, aten.cos.default).target = aten.cos
+
+
+def returns_fewer_columns(graph: fx.Graph) -> None:
+    cos = first(graph, aten.cos.default)
+    with graph.inserting_after(cos):
+        part = graph.call_function(aten.slice.Tensor, (cos, 1, 0, 2))
+    graph.output_node().args = ((part,),)
+
+
+def returns_twice_the_rows(graph: fx.Graph) -> None:
+    cos = first(graph, aten.cos.default)
+    with graph.inserting_after(cos):
+        twice = graph.call_function(aten.repeat.default, (cos, [2, 1]))
+    graph.output_node().args = ((twice,),)
+
+
 def adds_an_input(graph: fx.Graph) -> None:
     with graph.inserting_before(next(iter(graph.nodes))):
         graph.placeholder("more")
@@ -447,6 +481,12 @@ BROKEN = [
     (returns_more, "returns 2 values and returned 1"),
     (returns_another_dtype, r"output 0 \(node 'convert.*float16.* was a torch.float32"),
     (calls_wrongly, "node 'view.*' cannot be computed from its inputs"),
+    (calls_a_method, r"node 'relu.*' calls the method 'relu', .* call an overload of an op"),
+    (calls_torch, r"node 'cos' calls the function 'cos', .* call an overload of an op"),
+    (calls_a_function, "node 'cos' calls the function 'silu', which Inductor does not compile"),
+    (calls_a_packet, r"node 'cos' calls the function 'aten.cos', .* torch.ops.aten.relu.default"),
+    (returns_fewer_columns, r"output 0 \(node 'slice.*\) has sizes \(s\d+, 2\) and had"),
+    (returns_twice_the_rows, r"output 0 \(node 'repeat.*\) has sizes \(2\*s\d+, .* and had"),
     (adds_an_input, r"takes \('more', .*and took"),
 ]
 
@@ -459,6 +499,24 @@ def test_a_broken_graph_names_the_pass_the_place_and_the_node(function: Any, mes
     assert f"'{function.__name__}'" in str(caught.value)
     assert "piece 7" in str(caught.value)
     assert "pass_config={" in str(caught.value)
+
+
+def test_sizes_are_computed_with_functions_of_numbers() -> None:
+    def divides_sizes(graph: fx.Graph) -> None:
+        cos = first(graph, aten.cos.default)
+        with graph.inserting_after(cos):
+            size = graph.call_function(aten.sym_size.int, (cos, 0))
+            with graph.inserting_after(size):
+                half = graph.call_function(operator.floordiv, (size, 2))
+            with graph.inserting_after(half):
+                number = graph.call_function(torch.sym_float, (half,))
+            with graph.inserting_after(number):
+                made = graph.call_function(aten.mul.Scalar, (cos, number))
+        graph.output_node().args = ((made,),)
+
+    gm = traced(lambda x: (x.sin().cos(),), torch.ones(3, 4))
+    run(divides_sizes, gm)
+    same(gm(rows(5)), (rows(5).sin().cos() * 2,), "half of five")
 
 
 def test_wrong_values_are_found_when_every_node_is_computed_anew() -> None:
@@ -476,6 +534,14 @@ def test_wrong_values_are_found_when_every_node_is_computed_anew() -> None:
     gm = traced(lambda x: (x.sin().cos(),), torch.ones(3, 4))
     with pytest.raises(pw.PassError, match=r"node 'convert_.*' computes torch.float16"):
         run(lies, gm, validate=True)
+
+
+def test_calls_of_subgraphs_are_not_computed_anew(tmp_path: Path) -> None:
+    def chosen(x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x.sin() + 1, lambda x: x.cos() * 2, (x,))
+
+    compiled = compile(chosen, compiler="inductor", cudagraph_mode="none", dump_dir=tmp_path)
+    same(compiled(rows(3)), chosen(rows(3)), "with dumps, which validate")
 
 
 def test_nodes_out_of_order_are_brought_in_order() -> None:
@@ -539,6 +605,57 @@ def test_a_rewrite_before_the_split_matches_what_the_user_wrote() -> None:
     )
     report = agrees_with_eager(model, lambda n: (rows(n),), passes=[rewrite])
     assert report.graphs[0].passes["the whole graph"][0].matches == 2
+
+
+def set_item(y: Tensor) -> None:
+    y[0] = 3.0
+
+
+def gates_before(write: Any) -> Any:
+    def model(x: Tensor) -> Tensor:
+        y = x + 1
+        made = F.silu(y) * x
+        write(y)
+        return made + y
+
+    return model
+
+
+WRITES = {
+    "a method": lambda y: y.zero_(),
+    "an operator": lambda y: operator.iadd(y, 1),
+    "an item": set_item,
+    "a function": torch.relu_,
+    "inplace=": lambda y: F.relu(y, inplace=True),
+    "inplace by position": lambda y: F.relu(y, True),
+    "out=": lambda y: torch.add(y, 1, out=y),
+    "an aten op": lambda y: aten.mul_(y, 2),
+    "a split op": lambda y: torch.ops.pwtest.attn_double(y, y, y, y),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=list(WRITES))
+def test_a_rewrite_before_the_split_does_not_move_reads_behind_writes(write: Any) -> None:
+    report = agrees_with_eager(
+        gates_before(write),
+        lambda n: (rows(n),),
+        passes=[gate_rewrite(stage="graph")],
+        splitting_ops=["pwtest::attn_double"],
+    )
+    assert report.graphs[0].passes["the whole graph"][0].matches == 0
+
+
+def test_writes_in_the_middle_of_a_match_hide_it_and_others_do_not() -> None:
+    def model(x: Tensor) -> Tensor:
+        y = x + 1
+        before = F.silu(y) * x
+        first = before.sum(-1, keepdim=True)
+        act = F.silu(y)
+        y.zero_()
+        return act * x + first + y
+
+    report = agrees_with_eager(model, lambda n: (rows(n),), passes=[gate_rewrite(stage="graph")])
+    assert report.graphs[0].passes["the whole graph"][0].matches == 1
 
 
 def test_a_graph_pass_leaves_dynamos_graph_alone() -> None:
