@@ -92,6 +92,9 @@ def check_spelling(part: str, spelling: Spelling) -> None:
             f"the spelling of {part!r} returns {len(pattern.outputs)} tensors; "
             f"return {known.num_results}"
         )
-    unused = [name for name, node in pattern.parameters.items() if not node.users]
+    unused = [name for name in names if name not in pattern.certain()]
     if unused:
-        raise ConfigError(f"the spelling of {part!r} makes no use of {unused}; it must")
+        raise ConfigError(
+            f"the spelling of {part!r} makes no use of {unused}; its first result must depend on "
+            "each tensor, and an op must take each number as it is"
+        )
