@@ -299,6 +299,22 @@ def test_what_has_no_content_needs_an_explicit_key() -> None:
     assert key(closing_over(generator), key="v1") != key(closing_over(generator), key="v2")
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"pattern": lambda *a: a[0] + a[1], "replacement": lambda *a: a[0]}, "each parameter a"),
+        ({"replacement": lambda x, **k: x}, r"the replacement takes \(x, \*\*k\); give each"),
+        ({"pattern": 3}, "pattern=3; give a function"),
+        ({"enabled": "yes"}, "enabled='yes'; give True or False"),
+        ({"key": 3}, "key=3; give a text"),
+    ],
+)
+def test_fields_of_rewrites_are_checked(fields: dict[str, Any], message: str) -> None:
+    functions = {"pattern": lambda x: x.sin(), "replacement": lambda x: x.cos()}
+    with pytest.raises(pw.ConfigError, match=message):
+        as_pass(pw.Rewrite(**{"name": "r", **functions, **fields}))
+
+
 class Slotted:
     """An object without a `__dict__`."""
 
