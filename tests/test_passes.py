@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import functools
+import importlib
+import logging
 import math
 import operator
+import re
+import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -292,6 +298,131 @@ def test_what_has_no_content_needs_an_explicit_key() -> None:
     with pytest.raises(pw.ConfigError, match=r"'p' depends on <list_iterator .* pass key="):
         key(closing_over(generator))
     assert key(closing_over(generator), key="v1") != key(closing_over(generator), key="v2")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"pattern": lambda *a: a[0] + a[1], "replacement": lambda *a: a[0]}, "each parameter a"),
+        ({"replacement": lambda x, **k: x}, r"the replacement takes \(x, \*\*k\); give each"),
+        ({"pattern": 3}, "pattern=3; give a function"),
+        ({"enabled": "yes"}, "enabled='yes'; give True or False"),
+        ({"key": 3}, "key=3; give a text"),
+    ],
+)
+def test_fields_of_rewrites_are_checked(fields: dict[str, Any], message: str) -> None:
+    functions = {"pattern": lambda x: x.sin(), "replacement": lambda x: x.cos()}
+    with pytest.raises(pw.ConfigError, match=message):
+        as_pass(pw.Rewrite(**{"name": "r", **functions, **fields}))
+
+
+class Slotted:
+    """An object without a `__dict__`."""
+
+    __slots__ = ("scale",)
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
+class Factor:
+    """A pass that depends on a property."""
+
+    @property
+    def factor(self) -> int:
+        """The number."""
+        return 2
+
+    def __call__(self, graph: fx.Graph) -> int:
+        """Depends on it."""
+        return self.factor
+
+
+HELD: Any = None
+
+
+def holds(graph: fx.Graph) -> Any:
+    """Depends on a global."""
+    return HELD, torch.ops.aten, gate
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: {"scale": n, "lock": threading.Lock(), "log": logging.getLogger("a")},
+        lambda n: [[n], threading.RLock(), math],
+        lambda n: np.array([n, 2.0]),
+        lambda n: collections.deque([n]),
+        lambda n: re.compile("a" * n),
+        lambda n: Slotted(n),
+        lambda n: [n].index,
+    ],
+)
+def test_keys_see_inside_of_globals(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = []
+    for number in (1, 1, 2):
+        monkeypatch.setitem(globals(), "HELD", make(number))
+        keys.append(key(holds))
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_a_global_without_content_needs_an_explicit_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "HELD", {"rows": iter([1])})
+    with pytest.raises(pw.ConfigError, match=r"'p' depends on <list_iterator .* pass key="):
+        key(holds)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.eye(2).to_sparse(),
+        torch.empty(2, device="meta"),
+        torch.ones(2, dtype=torch.complex64).conj(),
+    ],
+    ids=["sparse", "meta", "conjugate"],
+)
+def test_tensors_without_bytes_need_an_explicit_key(tensor: Tensor) -> None:
+    with pytest.raises(pw.ConfigError, match=r"depends on a tensor, .* pass key="):
+        key(closing_over(tensor))
+
+
+def test_keys_see_properties(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = key(Factor())
+    monkeypatch.setattr(Factor, "factor", property(lambda self: 3))
+    assert key(Factor()) != before
+
+
+@pytest.mark.parametrize(
+    "name", ["by_path", "imported_inside", "value_imported_inside", "relative_inside"]
+)
+def test_keys_see_modules_of_the_same_package(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = f"keyed_{name}"
+    (tmp_path / package / "sub").mkdir(parents=True)
+    (tmp_path / package / "__init__.py").touch()
+    (tmp_path / package / "sub" / "__init__.py").touch()
+    (tmp_path / package / "sub" / "config.py").write_text("SCALE = 2.0")
+    (tmp_path / package / "passes.py").write_text(f"""\
+import {package}.sub.config
+def by_path(graph): return {package}.sub.config.SCALE
+def imported_inside(graph):
+    from {package}.sub import config as c
+    return c.SCALE
+def value_imported_inside(graph):
+    from {package}.sub.config import SCALE
+    return SCALE
+def relative_inside(graph):
+    def inner():
+        from .sub import config
+        return config.SCALE
+    return inner()
+""")
+    monkeypatch.syspath_prepend(tmp_path)
+    made = getattr(importlib.import_module(f"{package}.passes"), name)
+    before = key(made)
+    monkeypatch.setattr(importlib.import_module(f"{package}.sub.config"), "SCALE", 3.0)
+    assert key(made) != before
 
 
 def test_the_key_of_a_list_depends_on_order_and_members() -> None:

@@ -147,19 +147,20 @@ def _rope_promoted(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """What a spelling of a part takes, and how many tensors it returns."""
+    """What a spelling of a part takes, and the tensors it returns."""
 
     parameters: tuple[str, ...]
-    num_results: int = 1
+    dtypes: tuple[torch.dtype | None, ...] = (None,)
+    """Of each result; None is that of the first parameter."""
 
 
 PARTS: Mapping[str, Part] = {
     "rms_norm": Part(("x", "weight", "eps")),
-    "add_rms_norm": Part(("x", "residual", "weight", "eps"), 2),
-    "static_quant": Part(("y", "scale")),
-    "row_scale": Part(("y",)),
-    "dynamic_quant": Part(("y",), 2),
-    "group_quant": Part(("y", "group_size"), 2),
+    "add_rms_norm": Part(("x", "residual", "weight", "eps"), (None, None)),
+    "static_quant": Part(("y", "scale"), (FP8_DTYPE,)),
+    "row_scale": Part(("y",), (torch.float32,)),
+    "dynamic_quant": Part(("y",), (FP8_DTYPE, torch.float32)),
+    "group_quant": Part(("y", "group_size"), (FP8_DTYPE, torch.float32)),
     "silu_mul": Part(("x",)),
 }
 """Those that can be spelled by custom ops."""
