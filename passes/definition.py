@@ -13,6 +13,7 @@ user wrote them - before it is cut, so that it can see across a cut. It runs onc
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -128,6 +129,10 @@ def _checked(made: Pass) -> Pass:
     least = made.min_matches
     if not isinstance(least, int) or isinstance(least, bool) or least < 0:
         raise ConfigError(f"pass {made.name!r} has min_matches={least!r}; give an integer")
+    if not isinstance(made.enabled, bool):
+        raise ConfigError(f"pass {made.name!r} has enabled={made.enabled!r}; give True or False")
+    if made.key is not None and not isinstance(made.key, str):
+        raise ConfigError(f"pass {made.name!r} has key={made.key!r}; give a text")
     if isinstance(made.uncut, str) or not all("::" in str(op) for op in made.uncut):
         raise ConfigError(
             f"pass {made.name!r} has uncut={made.uncut!r}; give a list of names such as ['ns::op']"
@@ -143,7 +148,16 @@ def _checked(made: Pass) -> Pass:
 
 
 def _check_parameters(rewrite: Rewrite) -> None:
-    """Pattern and replacement take the same parameters in the same order."""
+    """Pattern and replacement take the same parameters in the same order, each by name."""
+    for role, function in (("pattern", rewrite.pattern), ("replacement", rewrite.replacement)):
+        if not callable(function):
+            raise ConfigError(f"pass {rewrite.name!r}: {role}={function!r}; give a function")
+        kinds = {p.kind for p in inspect.signature(function).parameters.values()}
+        if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+            raise ConfigError(
+                f"pass {rewrite.name!r}: the {role} takes {inspect.signature(function)}; give "
+                "each parameter a name"
+            )
     names = _torch.positional_parameters(rewrite.pattern)
     if names != _torch.positional_parameters(rewrite.replacement):
         raise ConfigError(

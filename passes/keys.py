@@ -6,22 +6,30 @@ Out: text to be hashed.
 Of a function count its compiled code - which is what its source says, without comments and line
 numbers -, its defaults, the values it closes over and the globals that it names. Functions of
 its own package that it calls are followed; those of other packages count by name. Of an object
-count its class and its attributes; one that has a method `uuid` is asked instead.
+count its class and its attributes; one that has a method `uuid` is asked instead. Loggers, locks
+and modules count by type or name, wherever they are. Whatever else has no content is an error.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import dis
 import enum
 import functools
 import hashlib
 import logging
+import pathlib
+import re
+import threading
 import types
-from collections.abc import Iterable, Mapping
+import typing
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from piecewise_backend import _torch
 from piecewise_backend.errors import ConfigError
 from piecewise_backend.passes.definition import Pass
 
@@ -65,7 +73,24 @@ class NoContentError(Exception):
 
 _BY_REPR: tuple[type, ...] = (
     *(bool, int, str, bytes, complex, type(None), type(Ellipsis), enum.Enum, slice, range),
+    *(pathlib.PurePath, types.UnionType, types.GenericAlias),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+_WITHOUT_EFFECT: tuple[type, ...] = (
+    *(logging.Logger, type(threading.Lock()), type(threading.RLock())),
+    *(threading.Condition, threading.Event, threading.Semaphore),
+)
+"""Has no content, but steers no pass either."""
+_NAMED: tuple[type, ...] = (
+    *(types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType),
+    *(types.MemberDescriptorType, types.GetSetDescriptorType, types.MethodWrapperType),
+)
+_NOT_OF_CLASS = frozenset(
+    {
+        *("__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__", "_abc_impl"),
+        *("__annotations__", "__annotate__", "__annotate_func__", "__annotations_cache__"),
+        *("__static_attributes__", "__dataclass_fields__", "__dataclass_params__"),
+    }
 )
 
 
@@ -89,7 +114,7 @@ class _Describer:
         if id(value) in self._seen:
             return ("seen", self._seen[id(value)][0])
         self._seen[id(value)] = (len(self._seen), value)
-        if isinstance(value, tuple | list):
+        if isinstance(value, tuple | list | collections.deque):
             return (type(value).__name__, [self.describe(item) for item in value])
         if isinstance(value, set | frozenset):
             return ("set", sorted(repr(_Describer(self._package).describe(v)) for v in value))
@@ -100,7 +125,11 @@ class _Describer:
         return self._callable_or_object(value)
 
     def _tensor(self, value: torch.Tensor) -> Any:
-        data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        try:
+            data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        except (RuntimeError, TypeError):  # sparse, on no device, conjugate: of another kind
+            sort = f"{value.layout} {value.dtype} on {value.device}"
+            raise NoContentError(f"a tensor, {sort}") from None
         kind = (str(value.dtype), str(value.device), tuple(value.shape), value.stride())
         return ("tensor", kind, hashlib.sha256(data).hexdigest())
 
@@ -111,8 +140,10 @@ class _Describer:
             return ("method", self.describe(value.__func__), self.describe(value.__self__))
         if _is_triton_kernel(value):
             return ("triton kernel", value.cache_key)
-        if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        if isinstance(value, torch._ops.OperatorBase | torch._ops.OpOverloadPacket):
             return ("operator", str(value))
+        if isinstance(value, _torch.CustomOpDef):
+            return ("operator", str(value._opoverload))
         if isinstance(value, types.ModuleType):
             return ("module", value.__name__)
         if isinstance(value, types.FunctionType):
@@ -124,7 +155,7 @@ class _Describer:
         if isinstance(value, types.BuiltinFunctionType):
             if value.__self__ is None or isinstance(value.__self__, types.ModuleType):
                 return _named(value)
-            raise NoContentError(repr(value))
+            return ("method", value.__name__, self.describe(value.__self__))
         return self._object(value)
 
     def _function(self, function: types.FunctionType) -> Any:
@@ -133,10 +164,10 @@ class _Describer:
         defaults = self.describe((function.__defaults__, function.__kwdefaults__))
         names = sorted(_names_in(function.__code__))
         found = {n: function.__globals__[n] for n in names if n in function.__globals__}
-        for name, module in list(found.items()):
-            if isinstance(module, types.ModuleType) and module.__name__.startswith(self._package):
-                found |= {f"{name}.{n}": getattr(module, n) for n in names if hasattr(module, n)}
-        used = [(name, self._global(value)) for name, value in found.items()]
+        found |= dict(self._imported(function.__code__, function.__globals__))
+        for name, value in list(found.items()):
+            found |= self._in_module(name, value, names, {})
+        used = [(name, self.describe(value)) for name, value in found.items()]
         return ("function", self._code(function.__code__), closed, defaults, used)
 
     def _code(self, code: types.CodeType) -> Any:
@@ -147,19 +178,44 @@ class _Describer:
         names = (code.co_names, code.co_varnames, code.co_freevars)
         return (code.co_code.hex(), constants, names)
 
-    def _global(self, value: Any) -> Any:
-        """A global may be anything, a logger for example; most of it does not steer the pass."""
-        try:
-            return self.describe(value)
-        except NoContentError:
-            return _named(type(value))
+    def _imported(self, code: types.CodeType, scope: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        """The modules of its own package that a function imports when it runs."""
+        steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+        for position, step in enumerate(steps):
+            if step.opname != "IMPORT_NAME":
+                continue
+            level, members = (before.argval for before in steps[position - 2 : position])
+            if level or step.argval.partition(".")[0] == self._package:
+                name = f"import {'.' * level}{step.argval} {members}"
+                try:
+                    yield name, __import__(step.argval, scope, None, members or (), level)
+                except Exception as error:  # whatever it is, the function has to expect it
+                    yield name, type(error).__name__
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                yield from self._imported(constant, scope)
+
+    def _in_module(
+        self, path: str, module: Any, names: list[str], passed: dict[int, Any]
+    ) -> dict[str, Any]:
+        """What these names are in a module of the package, and in those of it that they name."""
+        is_own = isinstance(module, types.ModuleType) and (
+            module.__name__.partition(".")[0] == self._package
+        )
+        if not is_own or id(module) in passed:
+            return {}
+        passed[id(module)] = module
+        found = {f"{path}.{n}": getattr(module, n) for n in names if hasattr(module, n)}
+        for name, value in list(found.items()):
+            found |= self._in_module(name, value, names, passed)
+        return found
 
     def _class(self, cls: type) -> Any:
         """Its functions and plain attributes, and those of its bases in the same package."""
         members = [
-            (name, self._global(getattr(member, "__func__", member)))
+            (name, self.describe(getattr(member, "__func__", member)))
             for name, member in sorted(vars(cls).items())
-            if name not in ("__dict__", "__weakref__", "__doc__", "__module__")
+            if name not in _NOT_OF_CLASS
             and not isinstance(member, types.MemberDescriptorType | types.GetSetDescriptorType)
         ]
         return ("class", cls.__qualname__, members, [self.describe(b) for b in cls.__bases__])
@@ -168,21 +224,55 @@ class _Describer:
         uuid = getattr(value, "uuid", None)
         if callable(uuid) and (known := uuid()) is not None:
             return ("uuid", repr(known))
-        if dataclasses.is_dataclass(value):
-            names = [field.name for field in dataclasses.fields(value)]
-            state = [(name, self.describe(getattr(value, name))) for name in names]
-            return ("object", self.describe(type(value)), state)
-        if isinstance(value, logging.Logger):
+        if isinstance(value, property):
+            return ("property", self.describe((value.fget, value.fset, value.fdel)))
+        if isinstance(value, re.Pattern):
+            return ("regex", self.describe(value.pattern), value.flags)
+        if isinstance(value, _WITHOUT_EFFECT):
             return _named(type(value))
-        if not hasattr(value, "__dict__"):
-            raise NoContentError(f"{value!r}, a {type(value).__qualname__}")
-        state = [(name, self.describe(member)) for name, member in sorted(vars(value).items())]
-        return ("object", self.describe(type(value)), state)
+        if isinstance(value, _NAMED):
+            return _named(value)
+        if type(value).__module__ == typing.__name__:
+            return ("typing", repr(value))
+        state = _state(value)
+        if state is None:
+            return _bytes(value)
+        members = [(name, self.describe(member)) for name, member in state.items()]
+        return ("object", self.describe(type(value)), members)
 
 
 def _is_triton_kernel(value: Any) -> bool:
     """Triton hashes the source of a kernel and of what that calls; the rest is state."""
     return type(value).__module__.startswith("triton.") and hasattr(value, "cache_key")
+
+
+def _state(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object, by name; None if it is none of Python's."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    bases = type(value).__mro__[:-1]
+    if not hasattr(value, "__dict__") and not all("__slots__" in vars(base) for base in bases):
+        return None
+    slots = {
+        name
+        for base in bases
+        for name, member in vars(base).items()
+        if isinstance(member, types.MemberDescriptorType) and "__slots__" in vars(base)
+    }
+    found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return dict(sorted((found | getattr(value, "__dict__", {})).items()))
+
+
+def _bytes(value: Any) -> Any:
+    """Of arrays: of numpy, of the standard library."""
+    try:
+        view = memoryview(value)
+    except (TypeError, ValueError):
+        raise NoContentError(f"{value!r}, a {type(value).__qualname__}") from None
+    if "O" in view.format:
+        raise NoContentError(f"{value!r}, which holds objects")
+    data = hashlib.sha256(view.tobytes()).hexdigest()
+    return ("bytes", _named(type(value)), view.format, view.shape, data)
 
 
 def _named(value: Any) -> Any:

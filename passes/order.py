@@ -141,9 +141,12 @@ def passes_for(
             switched on.
 
     Raises:
-        ConfigError: `switches` names a pass that does not exist.
+        ConfigError: `switches` names a pass that does not exist, or `own` has a name twice.
     """
     ordered = list(_ordered)
+    own_names = [item.name for item in own]
+    if twice := sorted({name for name in own_names if own_names.count(name) > 1}):
+        raise ConfigError(f"passes= has several passes named {twice[0]!r}; give each a name=")
     for item in own:
         ordered = _with(ordered, item, None, None)
     switches = switches or {}

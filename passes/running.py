@@ -92,7 +92,8 @@ class PassList:
             if item.name not in self._matchers:
                 self._matchers[item.name] = item.matcher()
             matches = self._matchers[item.name](graph)
-            check(graph, interface, recompute=self._validate)
+            in_inductor = item.stage == "piece"
+            check(graph, interface, for_inductor=in_inductor, recompute=self._validate)
         except PassError:
             raise
         except BrokenGraphError as error:

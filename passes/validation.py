@@ -4,9 +4,9 @@ In:  the interface of a graph before a pass, and the graph after it.
 Out: `BrokenGraphError`, which names the node.
 
 Always checked: that every input of a node exists and comes before it, that inputs are the same,
-outputs as many and of the same dtypes, ranks and devices, and that new nodes can be computed
-from their inputs. On request every node is computed anew, which finds recorded values that the
-pass left wrong.
+outputs as many and of the same dtypes, sizes and devices, that new nodes can be computed from
+their inputs, and, in pieces, that they call what Inductor compiles. On request every node is
+computed anew, but calls of subgraphs, which finds recorded values that the pass left wrong.
 """
 
 from __future__ import annotations
@@ -31,22 +31,38 @@ class Interface:
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    sizes: tuple[tuple[Any, ...], ...]
+    foreign: frozenset[str]
+    """What it calls that a pass may not put into a piece: Inductor itself does."""
 
     @classmethod
     def of(cls, graph: fx.Graph) -> Interface:
         """The interface of a graph at this moment."""
         inputs = tuple(str(node.target) for node in graph.find_nodes(op="placeholder"))
-        return cls(inputs, tuple(_kind(leaf) for leaf in _returned(graph)))
+        outputs = tuple(_kind(leaf) for leaf in _returned(graph))
+        unknown = (node for node in graph.nodes if not _torch.is_for_inductor(node))
+        sizes = tuple(_sizes(leaf) for leaf in _returned(graph))
+        return cls(inputs, outputs, sizes, frozenset(map(_torch.target_name, unknown)))
 
 
-def check(graph: fx.Graph, before: Interface, *, recompute: bool = False) -> None:
+def check(
+    graph: fx.Graph, before: Interface, *, for_inductor: bool = False, recompute: bool = False
+) -> None:
     """Raise if the graph is broken; nodes may be reordered, and values are completed.
+
+    Args:
+        graph: as the pass left it.
+        before: how it was.
+        for_inductor: Inductor compiles it next, so new nodes call what that knows.
+        recompute: compute every node anew.
 
     Raises:
         BrokenGraphError: it is.
     """
     _check_references(graph)
     _check_order(graph)
+    if for_inductor:
+        _check_calls(graph, before.foreign)
     mode = _torch.fake_mode_of(graph)
     if mode is not None:
         _complete(graph, mode, recompute)
@@ -63,6 +79,11 @@ def check(graph: fx.Graph, before: Interface, *, recompute: bool = False) -> Non
         if now != then:
             raise BrokenGraphError(
                 f"output {position} (node {str(leaf)!r}) is {now} and was {then}"
+            )
+        sizes, sizes_before = after.sizes[position], before.sizes[position]
+        if not all(map(_torch.may_be_same_size, sizes, sizes_before)):
+            raise BrokenGraphError(
+                f"output {position} (node {str(leaf)!r}) has sizes {sizes} and had {sizes_before}"
             )
 
 
@@ -81,6 +102,11 @@ def _kind(leaf: Any) -> str:
     return type(value).__name__
 
 
+def _sizes(leaf: Any) -> tuple[Any, ...]:
+    value = _torch.value_of(leaf) if isinstance(leaf, fx.Node) else None
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+
+
 def _check_references(graph: fx.Graph) -> None:
     present = set(graph.nodes)
     for node in graph.nodes:
@@ -89,6 +115,17 @@ def _check_references(graph: fx.Graph) -> None:
                 raise BrokenGraphError(
                     f"node {node.name!r} reads {source.name!r}, which is not in the graph"
                 )
+
+
+def _check_calls(graph: fx.Graph, known: frozenset[str]) -> None:
+    for node in graph.nodes:
+        name = _torch.target_name(node)
+        if not _torch.is_for_inductor(node) and name not in known:
+            kind = "method" if node.op == "call_method" else "function"
+            raise BrokenGraphError(
+                f"node {node.name!r} calls the {kind} {name!r}, which Inductor does not compile; "
+                "call an overload of an op, such as torch.ops.aten.relu.default"
+            )
 
 
 def _check_order(graph: fx.Graph) -> None:
@@ -124,8 +161,7 @@ def _complete(graph: fx.Graph, mode: _torch.FakeTensorMode, recompute: bool) -> 
     for node in graph.nodes:
         try:
             _torch.complete_value(node, mode)
-            computed = recompute and node.op.startswith("call_")
-            value = _torch.fake_call(node, mode) if computed else None
+            value = _torch.fake_call(node, mode) if recompute and _is_computable(node) else None
         except Exception as error:
             raise BrokenGraphError(
                 f"node {node.name!r} cannot be computed from its inputs: "
@@ -140,6 +176,13 @@ def _complete(graph: fx.Graph, mode: _torch.FakeTensorMode, recompute: bool) -> 
             )
 
 
+def _is_computable(node: fx.Node) -> bool:
+    """A call of no subgraph, whose inputs all have values."""
+    if not node.op.startswith("call_") or _torch.is_higher_order(node):
+        return False
+    return all(map(_torch.has_value, node.all_input_nodes))
+
+
 def _facts(value: Any) -> str:
     return f"{value.dtype} {tuple(value.shape)} on {value.device}"
 
@@ -147,5 +190,4 @@ def _facts(value: Any) -> str:
 def _agree(a: Any, b: Any) -> bool:
     if (a.dtype, a.device, a.dim()) != (b.dtype, b.device, b.dim()):
         return False
-    sizes = zip(a.shape, b.shape, strict=True)
-    return all(x == y for x, y in sizes if isinstance(x, int) and isinstance(y, int))
+    return all(map(_torch.may_be_same_size, a.shape, b.shape))

@@ -77,9 +77,7 @@ def _warm_up(
     with contextlib.ExitStack() as stack:
         for each in dict.fromkeys((own, serving)):
             stack.enter_context(each.rebuild(stays_off=stays_off))
-            if stays_off:  # what was replaced may be no input of the graph: an op finds it by name
-                each.drop_captures()
-        session = warm_up(compiled, make_inputs, sizes, verify)
+        session = warm_up(compiled, make_inputs, sizes, verify, anew=stays_off)
         for each in (own, session):
             each.make_inputs = make_inputs
         if seal:

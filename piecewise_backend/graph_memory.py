@@ -33,7 +33,8 @@ class GraphMemory:
 
     def __init__(self) -> None:
         self.use = NOTHING
-        """What was taken and did not come back, as far as it was measured."""
+        """What was taken and is not known to have come back. Graphs that go because something that
+        they read was replaced are not measured: they are taken to stay with the driver."""
         self.reusable_bytes = 0
         """Part of it; see Note [What a driver keeps]."""
 

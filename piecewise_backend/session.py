@@ -138,7 +138,7 @@ class Session:
         self._forget_prepared()
 
     def drop_captures(self) -> None:
-        """Serve without graphs what is not captured anew."""
+        """Serve the instance that was called last without graphs until it is captured anew."""
         for runtime in self.runtimes:
             with runtime.turns.held():
                 runtime.captures.drop()
@@ -245,7 +245,8 @@ class Session:
     def _forget_prepared(self) -> None:
         for runtime in self.runtimes:
             with runtime.turns.held():  # a call that runs may be about to keep its plan
-                runtime.captures.prepared.clear()
+                for captures in runtime.instances:
+                    captures.prepared.clear()
 
     @contextlib.contextmanager
     def phase(

@@ -30,15 +30,23 @@ MakeInputs = Callable[[BatchDescriptor], Any]
 
 
 def warm_up(
-    compiled: Callable[..., Any], make_inputs: MakeInputs, sizes: list[int], verify: bool
+    compiled: Callable[..., Any],
+    make_inputs: MakeInputs,
+    sizes: list[int],
+    verify: bool,
+    *,
+    anew: bool,
 ) -> Session:
     """Everything but sealing; see `pw.warmup`.
 
     Args:
         sizes: capture sizes, descending.
         verify: compare graphs with the step without.
+        anew: keep no capture that there is.
     """
     session = _trace(compiled, make_inputs, sizes)
+    if anew:  # what was replaced may be no input of the graph: an op finds it by name
+        session.drop_captures()
     traces = session.runtimes
     for runtime in traces:
         runtime.captures.try_all_again()

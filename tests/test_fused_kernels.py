@@ -97,6 +97,32 @@ def test_strided_rows(case: Case) -> None:
             assert got is wanted is None or torch.equal(got, wanted)
 
 
+def strided(weight: Tensor) -> Tensor:
+    """The same values, each with others in between."""
+    return torch.stack([weight, weight + 1], dim=1)[:, 0]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.is_norm], ids=lambda c: c.name)
+def test_strided_weights(case: Case) -> None:
+    args = case.arguments((3, 256), torch.float32)
+    position = 2 if case.is_add else 1
+    assert args[position].shape == (256,)
+    for prepare in (strided, lambda weight: weight[:1].expand(256)):
+        other = (*args[:position], prepare(args[position]), *args[position + 1 :])
+        packed = (*args[:position], other[position].contiguous(), *args[position + 1 :])
+        for got, wanted in zip(interpreted(case, other), interpreted(case, packed), strict=True):
+            assert got is wanted is None or torch.equal(got, wanted)
+
+
+def test_strided_weights_of_heads() -> None:
+    q, k, q_weight, k_weight, *rest = qk_arguments((3,), 4, 2, 64, torch.float32)
+    expected = qk_norm_rope(q, k, q_weight, k_weight, *rest)
+    for got, wanted in zip(
+        qk_norm_rope(q, k, strided(q_weight), strided(k_weight), *rest), expected, strict=True
+    ):
+        assert torch.equal(got, wanted)
+
+
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_zeros_and_nan(case: Case) -> None:
     args = case.arguments((3, 256), torch.float32)

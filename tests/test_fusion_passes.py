@@ -219,6 +219,32 @@ def test_an_op_that_writes_what_others_read() -> None:
     assert rewritten(model, norm_arguments()).matches == {}
 
 
+def fp8_of(y: Tensor) -> Tensor:
+    return y.clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def fp8_up_to(y: Tensor, scale: Tensor, bound: int) -> Tensor:
+    return fp8_of((y.float() * scale.reciprocal()).clamp(-bound, bound))
+
+
+torch.library.define("pwfusion::fp8_up_to", "(Tensor y, Tensor scale, int bound) -> Tensor")
+torch.library.impl("pwfusion::fp8_up_to", "CompositeExplicitAutograd", fp8_up_to)
+torch.library.register_fake("pwfusion::fp8_up_to", fp8_up_to)
+
+
+@pytest.mark.parametrize("bound", [64, 304])
+def test_a_number_written_in_a_spelling_stands_for_itself(bound: int) -> None:
+    pw.register_spelling("static_quant", lambda y, scale: mine.fp8_up_to(y, scale, bound))
+    for used, matches in ((bound, {"rms_norm_static_quant": 1}), (32, {})):
+        found = rewritten(
+            lambda x, weight, scale, used=used: mine.fp8_up_to(
+                plain_norm(x, weight, EPS), scale, used
+            ),
+            norm_arguments(),
+        )
+        assert found.matches == matches
+
+
 @pytest.mark.parametrize(
     ("part", "spelling", "message"),
     [
@@ -226,7 +252,23 @@ def test_an_op_that_writes_what_others_read() -> None:
         ("gated", lambda gate, up: gate, "is no part"),
         ("rms_norm", lambda x, w, eps: x, r"takes \('x', 'w', 'eps'\); .* \('x', 'weight', 'eps'"),
         ("dynamic_quant", lambda y: y.sin(), "returns 1 tensors; return 2"),
-        ("static_quant", lambda y, scale: y.sin(), r"makes no use of \['scale'\]"),
+        ("rms_norm", 3, r"'rms_norm' is 3; give a function of \('x', 'weight', 'eps'\)"),
+        ("static_quant", lambda y, scale: mine.nothing(y, scale), "'static_quant' cannot be trac"),
+        ("static_quant", lambda y, scale: 1 / 0, "cannot be traced, ZeroDivisionError: "),
+        ("static_quant", lambda y, scale: None, r"returns \(None,\); return 1"),
+        ("static_quant", lambda y, scale: 2.0, r"returns \(2.0,\); return 1"),
+        ("static_quant", lambda y, scale: y * scale, "makes .* it must make .*float8_e4m3fn"),
+        ("dynamic_quant", lambda y: (fp8_of(y), y.sin()), "it must make .*torch.float32"),
+        ("silu_mul", lambda x: x, "returns a parameter"),
+        ("static_quant", lambda y, scale: fp8_of(y), r"makes no use of \['scale'\]"),
+        ("rms_norm", lambda x, weight, eps: x * weight, r"no use of \['eps'\]; .* each number"),
+        ("rms_norm", lambda x, weight, eps: mine.norm(x, weight, 2 * eps), r"no use of \['eps'\]"),
+        ("group_quant", lambda y, group_size: mine.fp8_rows(y), r"no use of \['group_size'\]"),
+        (
+            "group_quant",
+            lambda y, group_size: (fp8_of(y), mine.fp8_groups(y, group_size)[1]),
+            r"no use of \['group_size'\]",
+        ),
     ],
 )
 def test_what_is_no_spelling_is_refused(part: str, spelling: Any, message: str) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import functools
+import importlib
+import logging
 import math
 import operator
+import re
+import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -183,6 +189,7 @@ def test_pass_config_switches_by_name() -> None:
         ({"pass_config": ["eliminate_noops"]}, "give a mapping such as"),
         ({"passes": does_nothing}, "give a list of passes"),
         ({"passes": [3]}, "3 is no pass"),
+        ({"passes": [does_nothing] * 2}, "several passes named 'does_nothing'; give each a name="),
         ({"validate_passes": "yes"}, "validate_passes='yes'"),
         (
             {"inductor_compile_config": {"post_grad_custom_post_pass": does_nothing}},
@@ -291,6 +298,131 @@ def test_what_has_no_content_needs_an_explicit_key() -> None:
     with pytest.raises(pw.ConfigError, match=r"'p' depends on <list_iterator .* pass key="):
         key(closing_over(generator))
     assert key(closing_over(generator), key="v1") != key(closing_over(generator), key="v2")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"pattern": lambda *a: a[0] + a[1], "replacement": lambda *a: a[0]}, "each parameter a"),
+        ({"replacement": lambda x, **k: x}, r"the replacement takes \(x, \*\*k\); give each"),
+        ({"pattern": 3}, "pattern=3; give a function"),
+        ({"enabled": "yes"}, "enabled='yes'; give True or False"),
+        ({"key": 3}, "key=3; give a text"),
+    ],
+)
+def test_fields_of_rewrites_are_checked(fields: dict[str, Any], message: str) -> None:
+    functions = {"pattern": lambda x: x.sin(), "replacement": lambda x: x.cos()}
+    with pytest.raises(pw.ConfigError, match=message):
+        as_pass(pw.Rewrite(**{"name": "r", **functions, **fields}))
+
+
+class Slotted:
+    """An object without a `__dict__`."""
+
+    __slots__ = ("scale",)
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
+class Factor:
+    """A pass that depends on a property."""
+
+    @property
+    def factor(self) -> int:
+        """The number."""
+        return 2
+
+    def __call__(self, graph: fx.Graph) -> int:
+        """Depends on it."""
+        return self.factor
+
+
+HELD: Any = None
+
+
+def holds(graph: fx.Graph) -> Any:
+    """Depends on a global."""
+    return HELD, torch.ops.aten, gate
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: {"scale": n, "lock": threading.Lock(), "log": logging.getLogger("a")},
+        lambda n: [[n], threading.RLock(), math],
+        lambda n: np.array([n, 2.0]),
+        lambda n: collections.deque([n]),
+        lambda n: re.compile("a" * n),
+        lambda n: Slotted(n),
+        lambda n: [n].index,
+    ],
+)
+def test_keys_see_inside_of_globals(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = []
+    for number in (1, 1, 2):
+        monkeypatch.setitem(globals(), "HELD", make(number))
+        keys.append(key(holds))
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_a_global_without_content_needs_an_explicit_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "HELD", {"rows": iter([1])})
+    with pytest.raises(pw.ConfigError, match=r"'p' depends on <list_iterator .* pass key="):
+        key(holds)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.eye(2).to_sparse(),
+        torch.empty(2, device="meta"),
+        torch.ones(2, dtype=torch.complex64).conj(),
+    ],
+    ids=["sparse", "meta", "conjugate"],
+)
+def test_tensors_without_bytes_need_an_explicit_key(tensor: Tensor) -> None:
+    with pytest.raises(pw.ConfigError, match=r"depends on a tensor, .* pass key="):
+        key(closing_over(tensor))
+
+
+def test_keys_see_properties(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = key(Factor())
+    monkeypatch.setattr(Factor, "factor", property(lambda self: 3))
+    assert key(Factor()) != before
+
+
+@pytest.mark.parametrize(
+    "name", ["by_path", "imported_inside", "value_imported_inside", "relative_inside"]
+)
+def test_keys_see_modules_of_the_same_package(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = f"keyed_{name}"
+    (tmp_path / package / "sub").mkdir(parents=True)
+    (tmp_path / package / "__init__.py").touch()
+    (tmp_path / package / "sub" / "__init__.py").touch()
+    (tmp_path / package / "sub" / "config.py").write_text("SCALE = 2.0")
+    (tmp_path / package / "passes.py").write_text(f"""\
+import {package}.sub.config
+def by_path(graph): return {package}.sub.config.SCALE
+def imported_inside(graph):
+    from {package}.sub import config as c
+    return c.SCALE
+def value_imported_inside(graph):
+    from {package}.sub.config import SCALE
+    return SCALE
+def relative_inside(graph):
+    def inner():
+        from .sub import config
+        return config.SCALE
+    return inner()
+""")
+    monkeypatch.syspath_prepend(tmp_path)
+    made = getattr(importlib.import_module(f"{package}.passes"), name)
+    before = key(made)
+    monkeypatch.setattr(importlib.import_module(f"{package}.sub.config"), "SCALE", 3.0)
+    assert key(made) != before
 
 
 def test_the_key_of_a_list_depends_on_order_and_members() -> None:
@@ -435,6 +567,39 @@ def calls_wrongly(graph: fx.Graph) -> None:
     graph.output_node().args = ((made,),)
 
 
+def calls_a_method(graph: fx.Graph) -> None:
+    cos = first(graph, aten.cos.default)
+    with graph.inserting_after(cos):
+        made = graph.call_method("relu", (cos,))
+    graph.output_node().args = ((made,),)
+
+
+def calls_torch(graph: fx.Graph) -> None:
+    first(graph, aten.cos.default).target = torch.cos
+
+
+def calls_a_function(graph: fx.Graph) -> None:
+    first(graph, aten.cos.default).target = F.silu
+
+
+def calls_a_packet(graph: fx.Graph) -> None:
+    first(graph, aten.cos.default).target = aten.cos
+
+
+def returns_fewer_columns(graph: fx.Graph) -> None:
+    cos = first(graph, aten.cos.default)
+    with graph.inserting_after(cos):
+        part = graph.call_function(aten.slice.Tensor, (cos, 1, 0, 2))
+    graph.output_node().args = ((part,),)
+
+
+def returns_twice_the_rows(graph: fx.Graph) -> None:
+    cos = first(graph, aten.cos.default)
+    with graph.inserting_after(cos):
+        twice = graph.call_function(aten.repeat.default, (cos, [2, 1]))
+    graph.output_node().args = ((twice,),)
+
+
 def adds_an_input(graph: fx.Graph) -> None:
     with graph.inserting_before(next(iter(graph.nodes))):
         graph.placeholder("more")
@@ -447,6 +612,12 @@ BROKEN = [
     (returns_more, "returns 2 values and returned 1"),
     (returns_another_dtype, r"output 0 \(node 'convert.*float16.* was a torch.float32"),
     (calls_wrongly, "node 'view.*' cannot be computed from its inputs"),
+    (calls_a_method, r"node 'relu.*' calls the method 'relu', .* call an overload of an op"),
+    (calls_torch, r"node 'cos' calls the function 'cos', .* call an overload of an op"),
+    (calls_a_function, "node 'cos' calls the function 'silu', which Inductor does not compile"),
+    (calls_a_packet, r"node 'cos' calls the function 'aten.cos', .* torch.ops.aten.relu.default"),
+    (returns_fewer_columns, r"output 0 \(node 'slice.*\) has sizes \(s\d+, 2\) and had"),
+    (returns_twice_the_rows, r"output 0 \(node 'repeat.*\) has sizes \(2\*s\d+, .* and had"),
     (adds_an_input, r"takes \('more', .*and took"),
 ]
 
@@ -459,6 +630,24 @@ def test_a_broken_graph_names_the_pass_the_place_and_the_node(function: Any, mes
     assert f"'{function.__name__}'" in str(caught.value)
     assert "piece 7" in str(caught.value)
     assert "pass_config={" in str(caught.value)
+
+
+def test_sizes_are_computed_with_functions_of_numbers() -> None:
+    def divides_sizes(graph: fx.Graph) -> None:
+        cos = first(graph, aten.cos.default)
+        with graph.inserting_after(cos):
+            size = graph.call_function(aten.sym_size.int, (cos, 0))
+            with graph.inserting_after(size):
+                half = graph.call_function(operator.floordiv, (size, 2))
+            with graph.inserting_after(half):
+                number = graph.call_function(torch.sym_float, (half,))
+            with graph.inserting_after(number):
+                made = graph.call_function(aten.mul.Scalar, (cos, number))
+        graph.output_node().args = ((made,),)
+
+    gm = traced(lambda x: (x.sin().cos(),), torch.ones(3, 4))
+    run(divides_sizes, gm)
+    same(gm(rows(5)), (rows(5).sin().cos() * 2,), "half of five")
 
 
 def test_wrong_values_are_found_when_every_node_is_computed_anew() -> None:
@@ -476,6 +665,14 @@ def test_wrong_values_are_found_when_every_node_is_computed_anew() -> None:
     gm = traced(lambda x: (x.sin().cos(),), torch.ones(3, 4))
     with pytest.raises(pw.PassError, match=r"node 'convert_.*' computes torch.float16"):
         run(lies, gm, validate=True)
+
+
+def test_calls_of_subgraphs_are_not_computed_anew(tmp_path: Path) -> None:
+    def chosen(x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x.sin() + 1, lambda x: x.cos() * 2, (x,))
+
+    compiled = compile(chosen, compiler="inductor", cudagraph_mode="none", dump_dir=tmp_path)
+    same(compiled(rows(3)), chosen(rows(3)), "with dumps, which validate")
 
 
 def test_nodes_out_of_order_are_brought_in_order() -> None:
@@ -539,6 +736,57 @@ def test_a_rewrite_before_the_split_matches_what_the_user_wrote() -> None:
     )
     report = agrees_with_eager(model, lambda n: (rows(n),), passes=[rewrite])
     assert report.graphs[0].passes["the whole graph"][0].matches == 2
+
+
+def set_item(y: Tensor) -> None:
+    y[0] = 3.0
+
+
+def gates_before(write: Any) -> Any:
+    def model(x: Tensor) -> Tensor:
+        y = x + 1
+        made = F.silu(y) * x
+        write(y)
+        return made + y
+
+    return model
+
+
+WRITES = {
+    "a method": lambda y: y.zero_(),
+    "an operator": lambda y: operator.iadd(y, 1),
+    "an item": set_item,
+    "a function": torch.relu_,
+    "inplace=": lambda y: F.relu(y, inplace=True),
+    "inplace by position": lambda y: F.relu(y, True),
+    "out=": lambda y: torch.add(y, 1, out=y),
+    "an aten op": lambda y: aten.mul_(y, 2),
+    "a split op": lambda y: torch.ops.pwtest.attn_double(y, y, y, y),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=list(WRITES))
+def test_a_rewrite_before_the_split_does_not_move_reads_behind_writes(write: Any) -> None:
+    report = agrees_with_eager(
+        gates_before(write),
+        lambda n: (rows(n),),
+        passes=[gate_rewrite(stage="graph")],
+        splitting_ops=["pwtest::attn_double"],
+    )
+    assert report.graphs[0].passes["the whole graph"][0].matches == 0
+
+
+def test_writes_in_the_middle_of_a_match_hide_it_and_others_do_not() -> None:
+    def model(x: Tensor) -> Tensor:
+        y = x + 1
+        before = F.silu(y) * x
+        first = before.sum(-1, keepdim=True)
+        act = F.silu(y)
+        y.zero_()
+        return act * x + first + y
+
+    report = agrees_with_eager(model, lambda n: (rows(n),), passes=[gate_rewrite(stage="graph")])
+    assert report.graphs[0].passes["the whole graph"][0].matches == 1
 
 
 def test_a_graph_pass_leaves_dynamos_graph_alone() -> None:

@@ -37,12 +37,19 @@ CAST = torch.ops.prims.convert_element_type.default
 FACTORIES = (aten.empty.memory_format, aten.empty_strided.default)
 """Memory that an op writes its result to: all there is to compare is the dtype."""
 _COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)
-# Values that occur nowhere else; the epsilon is a float32, as some decompositions make it one.
-_NUMBERS: Mapping[str, float | int] = {"eps": 51 / 4096, "group_size": 64}
+# Values that nobody writes; the epsilon is a float32, as some decompositions make it one.
+_NUMBERS: Mapping[str, float | int] = {"eps": 51 / 4096, "group_size": 304}
 _FLOAT32 = torch.float32
 
 Bound = dict[fx.Node | str, tuple[Any, ...]]
 """Nodes of a pattern, or names of numbers, and what they stand for in a graph."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Number:
+    """Stands in a pattern for a number that is a parameter of its spelling."""
+
+    name: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,6 +78,21 @@ class Pattern:
             return None
         return Pattern(self.parameters, (last.all_input_nodes[0], *self.outputs[1:]))
 
+    def certain(self) -> frozenset[str]:
+        """The parameters that stand for something wherever the first result is found."""
+        seen: set[fx.Node] = set()
+        numbers: list[Any] = []
+        todo = [self.outputs[0]]
+        while todo:
+            node = todo.pop()
+            if node not in seen:
+                seen.add(node)
+                fx.node.map_aggregate(_arguments(node), numbers.append)
+                todo += node.all_input_nodes
+        names = {name for name, given in self.parameters.items() if given in seen}
+        names |= {given.name for given in numbers if isinstance(given, Number)}
+        return frozenset(names)
+
     def match(self, node: fx.Node) -> Found | None:
         """Whether `node` is the first result."""
         bound = _same_node(self.outputs[0], node, {})
@@ -95,25 +117,41 @@ def traced(spelling: Spelling, dtype: torch.dtype, device: torch.device) -> Patt
     """The pattern of a spelling whose values are of `dtype`."""
     names = _torch.positional_parameters(spelling)
     numbers = {name: _NUMBERS[name] for name in names if name in _NUMBERS}
-    if "dtype" in names:
-        numbers["dtype"] = dtype  # type: ignore[assignment]
-    tensors = [name for name in names if name not in numbers]
+    others = {"dtype": dtype} if "dtype" in names else {}
+    tensors = [name for name in names if name not in numbers and name not in others]
+    columns = 2 * int(numbers.get("group_size", 64))
 
     def call(*args: Tensor) -> Any:
-        return spelling(**dict(zip(tensors, args, strict=True)), **numbers)
+        return spelling(**dict(zip(tensors, args, strict=True)), **numbers, **others)
 
-    graph = _torch.trace_pattern(call, lambda: [_example(n, dtype, device) for n in tensors])
+    graph = _torch.trace_pattern(
+        call, lambda: [_example(n, columns, dtype, device) for n in tensors]
+    )
+    _mark(graph, numbers)
     placeholders = graph.find_nodes(op="placeholder")
-    outputs = graph.output_node().args[0]
+    outputs: Any = graph.output_node().args[0]
     return Pattern(
         dict(zip(tensors, placeholders, strict=True)),
-        (outputs,) if isinstance(outputs, fx.Node) else tuple(outputs),  # type: ignore[arg-type]
+        tuple(outputs) if isinstance(outputs, list | tuple) else (outputs,),
     )
 
 
-def _example(name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _mark(graph: fx.Graph, numbers: Mapping[str, float | int]) -> None:
+    """Put a `Number` wherever the value of a parameter went."""
+
+    def marked(value: Any) -> Any:
+        names = [n for n, v in numbers.items() if type(v) is type(value) and v == value]
+        return Number(names[0]) if names else value
+
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.args = fx.node.map_aggregate(node.args, marked)
+            node.kwargs = fx.node.map_aggregate(node.kwargs, marked)
+
+
+def _example(name: str, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     wide = name == "scale" or name.startswith("wide_")
-    shape = {"weight": (128,), "scale": (1,)}.get(name, (2, 128))
+    shape = {"weight": (columns,), "scale": (1,)}.get(name, (2, columns))
     return torch.empty(shape, dtype=_FLOAT32 if wide else dtype, device=device)
 
 
@@ -134,9 +172,11 @@ def _same(wanted: Any, found: Any, bound: Bound) -> Bound | None:
         return _same_items(wanted, found, bound)
     if isinstance(found, fx.Node):
         return None
-    name = next((n for n, v in _NUMBERS.items() if type(v) is type(wanted) and v == wanted), None)
-    if name is None or isinstance(found, bool) or not isinstance(found, int | float):
+    if not isinstance(wanted, Number):
         return bound if wanted == found else None
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        return None
+    name = wanted.name
     return bound | {name: (found,)} if bound.get(name, (found,)) == (found,) else None
 
 

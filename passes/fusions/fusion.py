@@ -16,12 +16,13 @@ from torch import Tensor, fx
 
 from piecewise_backend import _torch
 from piecewise_backend.errors import ConfigError
-from piecewise_backend.passes.fusions.comparing import traced
+from piecewise_backend.passes.fusions.comparing import Pattern, traced
 from piecewise_backend.passes.fusions.fusing import Occurrence
 from piecewise_backend.passes.fusions.parts import Reader
 from piecewise_backend.passes.fusions.spellings import (
     BUILT_IN,
     PARTS,
+    Part,
     Spelling,
     Spellings,
 )
@@ -81,17 +82,58 @@ def check_spelling(part: str, spelling: Spelling) -> None:
         close = difflib.get_close_matches(str(part), PARTS, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"there are {list(PARTS)}"
         raise ConfigError(f"a spelling is registered for {part!r}, which is no part; {hint}")
-    names = tuple(_torch.positional_parameters(spelling))
+    if not callable(spelling) or isinstance(spelling, type):
+        raise ConfigError(
+            f"the spelling of {part!r} is {spelling!r}; give a function of {known.parameters}"
+        )
+    pattern = _traced(part, known, spelling)
+    _check_results(part, known, pattern)
+    names = known.parameters
+    unused = [name for name in names if name not in pattern.certain()]
+    if unused:
+        raise ConfigError(
+            f"the spelling of {part!r} makes no use of {unused}; its first result must depend on "
+            "each tensor, and an op must take each number as it is"
+        )
+
+
+def _traced(part: str, known: Part, spelling: Spelling) -> Pattern:
+    try:
+        names = tuple(_torch.positional_parameters(spelling))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the spelling of {part!r} has no readable parameters ({error}); give a function of "
+            f"{known.parameters}"
+        ) from error
     if names != known.parameters:
         raise ConfigError(
             f"the spelling of {part!r} takes {names}; its parameters must be {known.parameters}"
         )
-    pattern = traced(spelling, torch.bfloat16, torch.device("cpu"))
-    if len(pattern.outputs) != known.num_results:
+    try:
+        return traced(spelling, torch.bfloat16, torch.device("cpu"))
+    except Exception as error:  # it is the user's: anything may come
+        raise ConfigError(
+            f"the spelling of {part!r} cannot be traced, {type(error).__name__}: {error}; it must "
+            "compute tensors from tensors, by torch and ops that have a fake implementation"
+        ) from error
+
+
+def _check_results(part: str, known: Part, pattern: Pattern) -> None:
+    if not all(isinstance(given, fx.Node) for given in pattern.outputs):
+        raise ConfigError(
+            f"the spelling of {part!r} returns {pattern.outputs}; return {len(known.dtypes)} "
+            "tensors that it computes"
+        )
+    if len(pattern.outputs) != len(known.dtypes):
         raise ConfigError(
             f"the spelling of {part!r} returns {len(pattern.outputs)} tensors; "
-            f"return {known.num_results}"
+            f"return {len(known.dtypes)}"
         )
-    unused = [name for name, node in pattern.parameters.items() if not node.users]
-    if unused:
-        raise ConfigError(f"the spelling of {part!r} makes no use of {unused}; it must")
+    expected = tuple(dtype or torch.bfloat16 for dtype in known.dtypes)
+    dtypes = tuple(getattr(_torch.value_of(node), "dtype", None) for node in pattern.outputs)
+    if dtypes != expected:
+        raise ConfigError(
+            f"the spelling of {part!r} makes {dtypes} of torch.bfloat16; it must make {expected}"
+        )
+    if any(node.op == "placeholder" for node in pattern.outputs):
+        raise ConfigError(f"the spelling of {part!r} returns a parameter; return what it computes")

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from piecewise_backend import _torch
 from piecewise_backend.passes.fusions.comparing import CAST, Found, same_value, traced
-from piecewise_backend.passes.fusions.spellings import Spellings
+from piecewise_backend.passes.fusions.spellings import NOT_IN_FLOAT16, Spellings
 from piecewise_backend.passes.ops.reference import FP8_DTYPE
 
 aten = torch.ops.aten
@@ -93,6 +93,8 @@ class Reader:
 
     def _all(self, part: str, node: fx.Node, dtype: torch.dtype) -> Iterator[Found]:
         for spelling in self.spellings[part]:
+            if dtype == torch.float16 and spelling in NOT_IN_FLOAT16:
+                continue
             found = traced(spelling, dtype, tensor(node).device).match(node)
             if found is not None:
                 yield found
@@ -137,16 +139,16 @@ class Reader:
     def _unrounded(self, node: fx.Node) -> Iterator[Found]:
         """Norms whose last rounding is not there.
 
-        torch 2.11 takes it out if the next op casts to float32 again.
+        torch 2.11 takes it out if the next op casts to float32 again. float16 is left alone: the op
+        rounds, and what is not rounded has more range.
         """
         if tensor(node).dtype != torch.float32:
             return
-        for dtype in DTYPES[:2]:
-            for spelling in self.spellings["rms_norm"]:
-                pattern = traced(spelling, dtype, tensor(node).device).unrounded()
-                found = pattern and pattern.match(node)
-                if found:
-                    yield found
+        for spelling in self.spellings["rms_norm"]:
+            pattern = traced(spelling, torch.bfloat16, tensor(node).device).unrounded()
+            found = pattern and pattern.match(node)
+            if found:
+                yield found
 
     def _of_sum(self, found: Found) -> Iterator[Normed]:
         total = found.arguments["x"]
@@ -167,7 +169,8 @@ class Reader:
             yield Halves(found.arguments["x"], found.inside)
         for found in self._all("gated", node, dtype):
             both = halves(found.arguments["gate"], found.arguments["up"])
-            if both is not None:
+            # Of halves that were cast to float32 the product is not rounded, and has more range.
+            if both is not None and tensor(both.whole).dtype == dtype:
                 yield Halves(both.whole, found.inside | both.inside)
 
     def rotated(self, node: fx.Node) -> Iterator[Rotated]:

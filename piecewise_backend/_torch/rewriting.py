@@ -18,6 +18,8 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_f
 from torch.fx import subgraph_rewriter
 from torch.utils import _pytree as pytree
 
+from piecewise_backend._torch.calls import may_write
+
 Rewriter = Callable[[fx.Graph], int]
 VALUE_KEYS = ("val", "example_value")
 """Where a node keeps its fake value: inside Inductor, and in Dynamo's graph."""
@@ -31,6 +33,11 @@ def positional_parameters(function: Callable[..., Any]) -> list[str]:
 def value_of(node: fx.Node) -> Any:
     """The fake tensor or symbolic number that a node stands for, or None if unknown."""
     return next((node.meta[key] for key in VALUE_KEYS if key in node.meta), None)
+
+
+def has_value(node: fx.Node) -> bool:
+    """It is known what the node stands for, be it None."""
+    return any(key in node.meta for key in VALUE_KEYS)
 
 
 def piece_rewriter(
@@ -99,9 +106,15 @@ def graph_rewriter(
     scalars: Mapping[str, float | int],
     requires: Callable[..., bool] | None,
 ) -> Rewriter:
-    """A rewriter of graphs as Dynamo traced them, with the matcher of torch.fx."""
+    """A rewriter of graphs as Dynamo traced them, with the matcher of torch.fx.
+
+    Those graphs write in place, which that matcher does not see. It computes the replacement
+    where the results are first read, so nothing may write between what was found and there.
+    """
 
     def accepts(match: Any, graph: fx.Graph, pattern_graph: fx.Graph) -> bool:
+        if any(map(may_write, _passed_over(match, graph))):
+            return False
         parameters = [n for n in pattern_graph.nodes if n.op == "placeholder"]
         found = {
             str(node.target): fx.map_arg(match.nodes_map[node], value_of) for node in parameters
@@ -120,6 +133,16 @@ def graph_rewriter(
         return len(replaced)
 
     return rewrite
+
+
+def _passed_over(match: Any, graph: fx.Graph) -> list[fx.Node]:
+    """The nodes between those of a match, and up to where its replacement goes."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    inside = set(match.nodes_map.values()).difference(match.placeholder_nodes)
+    places = [position[node] for node in inside if node in position]
+    readers = [position[user] for node in match.returning_nodes for user in node.users]
+    end = max([*places, *([min(readers)] if readers else [])])
+    return [n for n, i in position.items() if min(places) < i < end and n not in inside]
 
 
 def _leave_defaults_out(graph: fx.Graph) -> None:
@@ -185,7 +208,7 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
 
 def complete_value(node: fx.Node, mode: FakeTensorMode) -> None:
     """Compute the value of a node that has none, as one that a pass has just made."""
-    if any(key in node.meta for key in VALUE_KEYS) or node.op in ("placeholder", "output"):
+    if has_value(node) or node.op in ("placeholder", "output"):
         return
     key = next((k for n in node.graph.nodes for k in VALUE_KEYS if k in n.meta), VALUE_KEYS[0])
     if node.op == "get_attr":

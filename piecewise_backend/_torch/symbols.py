@@ -72,6 +72,22 @@ def size_expr(value: int | torch.SymInt) -> sympy.Expr:
     return sympy.sympify(number_of(value))
 
 
+def may_be_same_size(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+    """Sizes may be written in several ways; where that cannot be told, their examples decide.
+
+    A plain number is no symbol, whatever its example. Nothing is assumed about either.
+    """
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    exprs = [sympy.sympify(x) if isinstance(x, int) else x.node.expr for x in (a, b)]
+    if sympy.expand(exprs[0] - exprs[1]) == 0:
+        return True
+    if any(e.is_number for e in exprs) and any(e.is_symbol for e in exprs):
+        return False
+    hints = [x if isinstance(x, int) else x.node.hint for x in (a, b)]
+    return None in hints or int(hints[0]) == int(hints[1])
+
+
 def expr_source(expr: sympy.Expr, names: Mapping[sympy.Symbol, str]) -> str:
     """Python source of a size expression, with each symbol under the given name."""
     renamed = expr.xreplace({s: sympy.Symbol(n, integer=True) for s, n in names.items()})

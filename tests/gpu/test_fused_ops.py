@@ -94,6 +94,14 @@ def test_bfloat16(case: Case, shape: tuple[int, ...], group_size: int) -> None:
     compare(case, case.arguments(shape, torch.bfloat16, group_size=group_size, device="cuda"))
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case.is_norm], ids=lambda c: c.name)
+def test_a_weight_that_is_a_column(case: Case) -> None:
+    args = case.arguments((16, 1024), torch.bfloat16, device="cuda")
+    position = 2 if case.is_add else 1
+    column = torch.stack([args[position], args[position] + 1], dim=1)[:, 0]
+    compare(case, (*args[:position], column, *args[position + 1 :]))
+
+
 @each_case
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("shape", "group_size"), FEW_SHAPES, ids=str)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from piecewise_backend.passes.ops.kernels.tiles import as_rows, columns_of, on_device_of
+from piecewise_backend.passes.ops.kernels.tiles import as_rows, as_vector, columns_of, on_device_of
 from piecewise_backend.passes.ops.launch import Launch, halves_of_heads
 
 
@@ -40,7 +40,7 @@ def qk_norm_rope(
         q_programs = -(-q_rows // launch.rows)
         with on_device_of(q):
             _qk_norm_rope_kernel[(q_programs + -(-k_rows // launch.rows),)](
-                q, k, q_weight, k_weight, cos, sin, q_out, k_out,
+                q, k, as_vector(q_weight), as_vector(k_weight), cos, sin, q_out, k_out,
                 q_rows, k_rows, q_programs, q.stride(0), k.stride(0), cos.stride(0), sin.stride(0),
                 eps, q.size(1), k.size(1), half, launch.rows, launch.columns,
                 num_warps=launch.num_warps,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from piecewise_backend.passes.ops.kernels.tiles import (
     as_rows,
+    as_vector,
     columns_of,
     new_float8_like,
     new_scales,
@@ -51,7 +52,7 @@ def rms_norm_quant(
             launch = reduced_rows(hidden, num_rows, x.element_size(), has_residual=has_residual)
         with on_device_of(x):
             _rms_norm_quant_kernel[(-(-num_rows // launch.rows),)](
-                rows, residual_rows, weight, scale, out, scales, new_residual,
+                rows, residual_rows, as_vector(weight), scale, out, scales, new_residual,
                 num_rows, rows.stride(0), residual_stride, eps,
                 hidden, launch.rows, launch.columns, group_size, num_warps=launch.num_warps,
             )  # fmt: skip

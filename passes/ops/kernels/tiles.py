@@ -28,6 +28,11 @@ def as_rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
+def as_vector(x: Tensor) -> Tensor:
+    """``[columns]``, packed: a column of a matrix, or what is expanded, is copied."""
+    return x if x.stride(0) == 1 else x.contiguous()
+
+
 def new_float8_like(x: Tensor) -> Tensor:
     """Where values go, of the shape of ``x``. Costs half of ``torch.empty`` with a shape."""
     return torch.empty_like(x, dtype=FP8_DTYPE, memory_format=torch.contiguous_format)
