@@ -44,7 +44,7 @@ class Statistics:
     @property
     def num_replays(self) -> int:
         """Steps served from graphs."""
-        return sum(tally.num_replays for tally in self._tallies.values())
+        return sum(tally.num_replays for tally in self.tallies)
 
     def mark(self) -> None:
         """Remember this moment, for `served_since_mark`."""
