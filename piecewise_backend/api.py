@@ -203,6 +203,10 @@ def _buffers(runtime: Runtime, num_tokens: int) -> dict[str, torch.Tensor]:
         return {}
     for target in decision:
         if target.key in captures.captured:
+            padded, static_inputs = (
+                token_dim.padded(sizes, target.size),
+                captures.memory.static_inputs,
+            )
             with _torch.ordinary_tensors():
-                return captures.buffers(token_dim.padded(sizes, target.size), sizes)
+                return static_inputs.rows(padded, sizes) if static_inputs is not None else {}
     return {}

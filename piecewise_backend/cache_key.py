@@ -43,13 +43,17 @@ class Uncacheable:
 
 
 def piece_key(
-    piece: DistinctPiece, numbers: tuple[int, ...], options: Mapping[str, object]
+    piece: DistinctPiece,
+    numbers: tuple[int, ...],
+    options: Mapping[str, object],
+    limits: Mapping[int, tuple[int, int]],
 ) -> Key | Uncacheable:
     """The key of one version of a piece. See Note [What a key is made of].
 
     Args:
         numbers: the integer inputs that it is compiled with, as examples.
         options: Inductor options beside those that are set in the process.
+        limits: the smallest and largest value that a size may have, by position.
     """
     if piece.structure.only_here:
         return Uncacheable(f"it has {piece.structure.only_here[0]}, which has no name")
@@ -70,6 +74,7 @@ def piece_key(
             "inputs": [_input(ref) for ref in piece.inputs],
         },
         "sizes": list(numbers[:num_sizes]),
+        "limits": {str(position): list(between) for position, between in limits.items()},
         "negative constants": [number < 0 for number in numbers[num_sizes:]],
         "called": called,
         "options": options_key,

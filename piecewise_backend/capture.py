@@ -99,12 +99,15 @@ class _Capture:
         position = self.graph.position_of[piece.index]
         instance = self.graph.instances[position]
         facts = self.graph.facts[instance.distinct.index]
-        call = self.graph.call_at(position, self.request.sizes)
         inputs = self._inputs(instance, position)
         self._note_writes([inputs[i] for i in facts.mutated])
         with preserved([inputs[i] for i in facts.mutated]):
-            if instance.distinct.index not in self.seen:
-                self.seen.add(instance.distinct.index)
+            is_first = instance.distinct.index not in self.seen
+            self.seen.add(instance.distinct.index)
+            if is_first and self.request.tune is not None:
+                self.request.tune(position, inputs)
+            call = self.graph.call_at(position, self.request.sizes)
+            if is_first:
                 for _ in range(self.request.num_warmups if facts.has_kernels else 0):
                     call(*inputs)
                 self.padding_fault = self.padding_fault or self._try_padding(position, inputs)

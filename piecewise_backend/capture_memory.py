@@ -42,9 +42,13 @@ class CaptureMemory:
 
     def existing_pool(self) -> GraphPool:
         """The pool, made if there is none."""
-        assert self._make_pool is not None
-        self.pool = self.pool or self._make_pool(self.device)
+        self.pool = self.pool or self.new_pool()
         return self.pool
+
+    def new_pool(self) -> GraphPool:
+        """Another pool, for recordings that are thrown away."""
+        assert self._make_pool is not None
+        return self._make_pool(self.device)
 
     def reading(self) -> MemoryUse:
         """What is in use on the device at this moment."""

@@ -7,7 +7,7 @@ Out: `CapturedSize`. The two ways to make one are in `capture` and `capture_step
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,6 +61,8 @@ class CaptureRequest:
     tried: set[Call]
     """Code that passed a thorough trial of padding; added to."""
     num_warmups: int
+    tune: Callable[[int, Sequence[Any]], None] | None
+    """Called with the position of an instance and the inputs of its piece, before its capture."""
     has_static_outputs: bool
 
 

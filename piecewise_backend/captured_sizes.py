@@ -46,6 +46,8 @@ class CapturedSizes:
         it needs for them, and where its replays are counted."""
         self.estimates: dict[CUDAGraphMode, Estimate] = {}
         """What warm-up expected all sizes of a mode to take when it captured the first of them."""
+        self.tuned: set[int] = set()
+        """Sizes at which pieces were tuned."""
         self._held_bytes: dict[Key, int] = {}
         self._most_held_bytes: dict[CUDAGraphMode, int] = {}
 

@@ -27,15 +27,14 @@ from piecewise_backend.captured_sizes import CapturedSizes, Key
 from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.config import Config
 from piecewise_backend.costs import NOTHING, CaptureCost, MemoryUse, mib
-from piecewise_backend.dispatch import STATIC_SIZE, Dispatcher, LeftOut
+from piecewise_backend.dispatch import STATIC_SIZE, Dispatcher, LeftOut, Target
 from piecewise_backend.errors import CaptureError
 from piecewise_backend.graph_memory import GraphMemory
 from piecewise_backend.graphs import collector_paused, one_capture
-from piecewise_backend.pools import (
-    TrialPool,
-)
+from piecewise_backend.pools import TrialPool
 from piecewise_backend.sizes import Sizes
 from piecewise_backend.static_inputs import StaticInputs
+from piecewise_backend.tuning_trial import tune_pieces, wants_tuning
 from piecewise_backend.version import Call
 
 OF_ANOTHER_INSTANCE = (
@@ -119,6 +118,17 @@ class Captures(CapturedSizes):
 
         return self._keep((mode, size, descriptor.num_active_loras), args, run)
 
+    def tune(self, target: Target, args: Sequence[Any], sizes: Sizes) -> None:
+        """Before a size is captured, let the versions serve that are fastest there."""
+        if target.size in self.tuned or not wants_tuning(self.config, target.size):
+            return
+        self.tuned.add(target.size)
+        if self.bound.moved(args):
+            self.forget(args)
+        with one_capture, collector_paused():
+            request = self._request(target.mode, target.size, args, sizes)
+            tune_pieces(request, self.config, self.memory.new_pool)
+
     def _keep(
         self, key: Key, args: Sequence[Any], capture: Callable[[], CapturedSize]
     ) -> CapturedSize:
@@ -195,17 +205,6 @@ class Captures(CapturedSizes):
             return None
         trial = dataclasses.replace(request, pool=TrialPool(self.graph.device, request.pool))
         return capture_size(trial).padding_fault
-
-    def buffers(self, padded: Sizes, sizes: Sizes) -> dict[str, torch.Tensor]:
-        """What graphs read the copied arguments from: the rows of a batch, by argument."""
-        if (static_inputs := self.memory.static_inputs) is None:
-            return {}
-        rows = {}
-        for position in static_inputs.staged:
-            item = self.graph.split.inputs[position]
-            buffer = static_inputs.buffer(position, padded)
-            rows[item.source] = self.graph.layouts[item.name].rows(buffer, sizes)
-        return rows
 
     def forget(self, args: Sequence[Any]) -> None:
         """Something that graphs read in place lies elsewhere in this call: drop them.
@@ -296,5 +295,6 @@ class Captures(CapturedSizes):
             tried=self._tried,
             largest=largest,
             num_warmups=self.config.cudagraph_num_of_warmups,
+            tune=None,
             has_static_outputs=self.config.outputs == "static",
         )

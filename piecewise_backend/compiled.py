@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from piecewise_backend.canonical import Instance, identify
-from piecewise_backend.compiler import Choice, PieceCompiler, Versions, numbers_of
+from piecewise_backend.compiler import PieceCompiler
 from piecewise_backend.errors import ContractError, SplitError
 from piecewise_backend.facts import PieceFacts, find_facts
 from piecewise_backend.passes import PassRecord, merged
 from piecewise_backend.sizes import Layout, SizeFunction, Sizes, TokenDim, find_token_dim
 from piecewise_backend.steps import SplitGraph
 from piecewise_backend.version import Call, Numbers
+from piecewise_backend.versions import Choice, Versions, numbers_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,22 +16,24 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import sympy
 
 from piecewise_backend import _torch
-from piecewise_backend.artifact_store import ArtifactStore, Made
+from piecewise_backend.artifact_store import ArtifactStore, Fetched, Made
 from piecewise_backend.cache_key import Uncacheable, piece_key
 from piecewise_backend.canonical import DistinctPiece
 from piecewise_backend.counters import CompilationCounter
 from piecewise_backend.fakes import fake_inputs
 from piecewise_backend.passes import PassList, Write
 from piecewise_backend.post_grad import PostGrad
-from piecewise_backend.steps import Constant, Host
-from piecewise_backend.version import Call, Numbers, Version, loaded, stored
+from piecewise_backend.steps import Host
+from piecewise_backend.version import Numbers, Version, loaded, stored
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _PATCHES: dict[str, object] = {
     # Graphs are ours; Inductor's own would nest.
@@ -41,33 +43,61 @@ _PATCHES: dict[str, object] = {
     "triton.autotune_at_compile_time": False,
 }
 
-# A piece that needs more versions than this wants one for every size: better as traced.
-_MAX_VERSIONS = 8
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Choice:
-    """What serves one size of a piece."""
+class Specialization:
+    """A version for fewer sizes than all, and made with more effort."""
 
-    call: Call
-    violation: str | None = None
-    """The condition that no version satisfies: the piece runs as traced."""
+    name: str
+    options: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    """Inductor options, beside those of the model."""
+    limits: Mapping[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    """The smallest and largest value of integer inputs, by position; equal for constants."""
+
+
+AS_TRACED = Specialization("as traced")
 
 
 class PieceCompiler(Protocol):
     """Makes one version of a distinct piece."""
 
-    def compile(self, piece: DistinctPiece, numbers: Numbers) -> Version:
-        """A version valid at least for `numbers`."""
+    def compile(
+        self, piece: DistinctPiece, numbers: Numbers, special: Specialization | None = None
+    ) -> Version:
+        """A version valid at least for `numbers`, and for no other than `special` says."""
+        ...
+
+    def recall(
+        self,
+        piece: DistinctPiece,
+        numbers: Numbers,
+        tried: Sequence[Specialization],
+        decide: Callable[[], bytes],
+        load: Callable[[bytes], T],
+    ) -> Fetched[T]:
+        """What `decide` found out about these versions, in this process or an earlier one."""
         ...
 
 
 class EagerCompiler:
     """Runs pieces as they were traced; valid for every size."""
 
-    def compile(self, piece: DistinctPiece, numbers: Numbers) -> Version:
+    def compile(
+        self, piece: DistinctPiece, numbers: Numbers, special: Specialization | None = None
+    ) -> Version:
         """The traced graph itself."""
         return Version(piece.module.forward, lambda numbers: None)
+
+    def recall(
+        self,
+        piece: DistinctPiece,
+        numbers: Numbers,
+        tried: Sequence[Specialization],
+        decide: Callable[[], bytes],
+        load: Callable[[bytes], T],
+    ) -> Fetched[T]:
+        """Nothing is kept for others."""
+        return Fetched(load(decide()), is_hit=False)
 
 
 class InductorCompiler:
@@ -89,19 +119,31 @@ class InductorCompiler:
         self._writer = writer
         self._store = store
 
-    def compile(self, piece: DistinctPiece, numbers: Numbers) -> Version:
+    def compile(
+        self, piece: DistinctPiece, numbers: Numbers, special: Specialization | None = None
+    ) -> Version:
         """Compile with `numbers` as example sizes, or load what was. See `version`."""
+        special = special or AS_TRACED
         with_passes = PostGrad(self._passes, f"piece {piece.index}", self._writer)
-        patches = self._patches | with_passes.patches()
+        patches = {**self._patches, **special.options, **with_passes.patches()}
+
+        def compile_now() -> Version:
+            inputs, env = _inputs(piece, numbers, special.limits)
+            self._counters.add(num_inductor_compiles=1)
+            call = _torch.compile_with_inductor(piece.module, inputs, env, patches)
+            conditions = env.conditions()
+            records = with_passes.records()
+            return Version(call, lambda sizes: env.holds(conditions, sizes), conditions, records)
+
         if self._store is None:
-            return self._compile(piece, numbers, with_passes, patches)
-        key = piece_key(piece, numbers, patches)
+            return compile_now()
+        key = piece_key(piece, numbers, patches, special.limits)
         if isinstance(key, Uncacheable):
             log.info("piece %d is compiled and not stored: %s", piece.index, key.reason)
-            return self._compile(piece, numbers, with_passes, patches)
+            return compile_now()
 
         def make() -> Made[Version]:
-            version = self._compile(piece, numbers, with_passes, patches)
+            version = compile_now()
             return Made(version, stored(version, num_sizes(piece)))
 
         fetched = self._store.fetch(key, make, loaded)
@@ -109,85 +151,55 @@ class InductorCompiler:
             self._counters.add(num_artifacts_loaded=1)
         return fetched.value
 
-    def _compile(
+    def recall(
         self,
         piece: DistinctPiece,
         numbers: Numbers,
-        with_passes: PostGrad,
-        patches: Mapping[str, object],
-    ) -> Version:
-        env = _torch.SizeEnv()
-        hints = iter(numbers)
-        symbols: dict[sympy.Symbol, sympy.Symbol] = {}
-        for ref in piece.inputs:
-            if isinstance(ref, Host):
-                symbols[ref.expr] = env.symbol(next(hints))
-        with _torch.one_trace_for_all_sizes(), _torch.ordinary_tensors(), env.fake_mode:
-            inputs = fake_inputs(
-                piece,
-                number=lambda expr: env.symint(expr.xreplace(symbols)),
-                constant=lambda _: env.symint(env.symbol(next(hints))),
-            )
-        self._counters.add(num_inductor_compiles=1)
-        call = _torch.compile_with_inductor(piece.module, inputs, env, patches)
-        conditions = env.conditions()
-        records = with_passes.records()
-        return Version(call, lambda sizes: env.holds(conditions, sizes), conditions, records)
+        tried: Sequence[Specialization],
+        decide: Callable[[], bytes],
+        load: Callable[[bytes], T],
+    ) -> Fetched[T]:
+        """From the store, if there is one."""
+        patches = self._patches | PostGrad(self._passes, "", lambda name: None).patches()
+        key = piece_key(piece, numbers, patches, {}) if self._store else Uncacheable("no store")
+        if self._store is None or isinstance(key, Uncacheable):
+            return Fetched(load(decide()), is_hit=False)
+        wanted = {
+            one.name: {
+                "options": {name: str(value) for name, value in one.options.items()},
+                "limits": {str(i): list(between) for i, between in one.limits.items()},
+            }
+            for one in tried
+        }
+
+        def make() -> Made[T]:
+            decision = decide()
+            return Made(load(decision), decision)
+
+        return self._store.fetch({**key, "decision among": wanted}, make, load)
 
 
-class Versions:
-    """The versions of one distinct piece."""
-
-    def __init__(self, piece: DistinctPiece, compiler: PieceCompiler) -> None:
-        self.piece = piece
-        self.compiled: list[Version] = []
-        self.is_sealed = False
-        self._compiler = compiler
-        self._num_sizes = num_sizes(piece)
-        self._chosen: dict[Numbers, Choice] = {}
-
-    def choose(self, numbers: Numbers) -> Choice:
-        """What serves these sizes, compiled if need be. See Note [Versions].
-
-        A sealed piece compiles nothing, nor does one that has many versions already: it runs
-        as traced where no version is valid, and the choice says why.
-        """
-        choice = self._chosen.get(numbers)
-        if choice is None:
-            choice = self._choose(numbers)
-            self._chosen[numbers] = choice
-        return choice
-
-    def unseal(self) -> None:
-        """Allow compiling again, also for sizes that ran as traced."""
-        self.is_sealed = False
-        self._chosen = {k: choice for k, choice in self._chosen.items() if not choice.violation}
-
-    def _choose(self, numbers: Numbers) -> Choice:
-        if 0 in numbers[: self._num_sizes]:
-            return Choice(self.piece.module.forward)  # nothing to compute, nothing to compile
-        violation = None
-        for version in self.compiled:
-            violation = version.violated_by(numbers)
-            if violation is None:
-                return Choice(version.call)
-        if self.is_sealed or len(self.compiled) >= _MAX_VERSIONS:
-            return Choice(self.piece.module.forward, violation or "no version is compiled")
-        if violation:
-            log.info("piece %d: sizes %s violate %s", self.piece.index, numbers, violation)
-        version = self._compiler.compile(self.piece, numbers)
-        assert version.violated_by(numbers) is None
-        self.compiled.append(version)
-        return Choice(version.call)
+def _inputs(
+    piece: DistinctPiece, numbers: Numbers, limits: Mapping[int, tuple[int, int]]
+) -> tuple[list[Any], _torch.SizeEnv]:
+    """Fakes to compile with, and the environment of their sizes."""
+    env = _torch.SizeEnv()
+    hints = iter(numbers)
+    symbols: dict[sympy.Symbol, sympy.Expr] = {}
+    hosts = [ref for ref in piece.inputs if isinstance(ref, Host)]
+    for position, ref in enumerate(hosts):
+        hint, between = next(hints), limits.get(position)
+        is_fixed = between is not None and between[0] == between[1]
+        symbols[ref.expr] = env.constant(hint) if is_fixed else env.symbol(hint, between)
+    with _torch.one_trace_for_all_sizes(), _torch.ordinary_tensors(), env.fake_mode:
+        inputs = fake_inputs(
+            piece,
+            number=lambda expr: env.symint(expr.xreplace(symbols)),
+            constant=lambda _: env.symint(env.symbol(next(hints))),
+        )
+    return inputs, env
 
 
 def num_sizes(piece: DistinctPiece) -> int:
     """How many of the integer inputs of a piece are sizes; they come first."""
     return sum(isinstance(ref, Host) for ref in piece.inputs)
-
-
-def numbers_of(refs: Sequence[Any]) -> list[sympy.Expr]:
-    """The integer inputs among the inputs of a piece, as expressions, in order."""
-    hosts = [ref.expr for ref in refs if isinstance(ref, Host)]
-    integers = [r.value for r in refs if isinstance(r, Constant) and isinstance(r.value, int)]
-    return hosts + [sympy.Integer(value) for value in integers]

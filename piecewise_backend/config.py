@@ -78,6 +78,15 @@ class Config:
     max_cudagraph_capture_size: int | None = None
     """Sizes above this are dropped."""
 
+    compile_sizes: tuple[int, ...] = ()
+    """Token counts, out of the capture sizes, for which warm-up compiles each distinct piece anew
+    with static sizes, and with Inductor's coordinate descent and max-autotune. The version that is
+    fastest under replay serves, be it the one for all sizes."""
+
+    compile_ranges_endpoints: tuple[int, ...] = ()
+    """Token counts at which ranges end: [64, 512] stands for 1 to 64 and 65 to 512 tokens. Warm-up
+    tunes a version for each range, and it serves the capture sizes at which it is faster."""
+
     tensor_parallel_size: int = 1
     """Sizes that are no multiples of this are dropped."""
 
@@ -166,8 +175,28 @@ class Config:
         kept = divisible_by(kept, values.get("tensor_parallel_size", 1))
         if values.get("level", 3) < 3:
             values |= {"compiler": "eager", "cudagraph_mode": CUDAGraphMode.NONE}
+        _check_tuned(values, kept)
         passes_for(values.get("passes", ()), dict(values.get("pass_config", ())))
         return cls(**(values | {"cudagraph_capture_sizes": kept}))
+
+
+def _check_tuned(values: Mapping[str, Any], capture_sizes: tuple[int, ...]) -> None:
+    """Versions are measured as they will run: compiled, and replayed from graphs."""
+    for name in ("compile_sizes", "compile_ranges_endpoints"):
+        if not values.get(name) or values.get("level", 3) < 3:
+            continue
+        for option, refused in (("compiler", "eager"), ("cudagraph_mode", CUDAGraphMode.NONE)):
+            if values.get(option) is refused or values.get(option) == refused:
+                raise ConfigError(
+                    f"{name}={list(values[name])} with {option}={str(refused)!r}; versions are "
+                    "compiled and measured under replay: leave one of the two out"
+                )
+    others = sorted(set(values.get("compile_sizes", ())) - set(capture_sizes))
+    if others:
+        raise ConfigError(
+            f"compile_sizes has {others}, which are not among the capture sizes "
+            f"{list(capture_sizes)}; batches are padded to these: name some of them"
+        )
 
 
 def _from_env(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -187,7 +216,7 @@ def _from_env(environ: Mapping[str, str]) -> dict[str, Any]:
 def _parse(name: str, text: str, variable: str) -> Any:
     """The value that a variable's text stands for."""
     try:
-        if name == "cudagraph_capture_sizes":
+        if name in _SIZES:
             return [int(part) for part in text.split(",")]
         if name == "splitting_ops":
             return text.split(",")
@@ -223,6 +252,7 @@ _INTEGERS = {
     "tensor_parallel_size": 1,
     "max_graphs": 1,
 }
+_SIZES = ("cudagraph_capture_sizes", "compile_sizes", "compile_ranges_endpoints")
 _MAY_BE_NONE = ("max_cudagraph_capture_size", "max_graphs")
 
 
@@ -247,6 +277,8 @@ _CHECKS = {
     "inductor_compile_config": option_checks.inductor_options,
     "cudagraph_mode": option_checks.graph_mode,
     "cudagraph_capture_sizes": option_checks.capture_sizes,
+    "compile_sizes": option_checks.tuned_sizes,
+    "compile_ranges_endpoints": option_checks.tuned_sizes,
     "max_padding_factor": option_checks.factor,
     "max_graph_memory": memory_limit,
     "dump_dir": option_checks.path,

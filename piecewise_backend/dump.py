@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import CodeType
 
+from piecewise_backend.batch import CUDAGraphMode
 from piecewise_backend.canonical import Instance
 from piecewise_backend.decompiled import decompiled
 from piecewise_backend.errors import ConfigError
@@ -43,6 +44,11 @@ class GraphDump:
         """Write the source of a plan."""
         if self.directory is not None:
             self._write(name, _HEADER + source)
+
+    def write_captured(self, mode: CUDAGraphMode, size: int, source: str) -> None:
+        """Write the plan of a captured size; 0 stands for a graph of static shapes."""
+        kind = "" if mode is CUDAGraphMode.PIECEWISE else "full_"
+        self.write(f"plan_{kind}{size or 'static'}.py", source)
 
     def pass_writer(self, name: str) -> Callable[[str, str], None] | None:
         """Who writes what passes do to the graph of this name; another folder in each call."""

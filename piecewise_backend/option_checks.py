@@ -40,6 +40,11 @@ def capture_sizes(name: str, value: Any) -> tuple[int, ...] | None:
     return tuple(sorted(set(sizes)))
 
 
+def tuned_sizes(name: str, value: Any) -> tuple[int, ...]:
+    """The same, or none."""
+    return () if value is None or value in ([], ()) else capture_sizes(name, value) or ()
+
+
 def splitting_ops(name: str, value: Any) -> tuple[str, ...] | None:
     """Names of ops; whether they exist is found out later."""
     if value is None:

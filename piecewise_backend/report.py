@@ -17,6 +17,7 @@ from piecewise_backend.passes import PassRecord
 from piecewise_backend.render import piece_table
 from piecewise_backend.runtime import Runtime
 from piecewise_backend.session import Session, WarmupState
+from piecewise_backend.tuning import Tuning
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ class GraphReport:
     passes: Mapping[str, tuple[PassRecord, ...]]
     """What passes did, by the graph that they ran over: "the whole graph", "piece 0", ... Several
     versions of a piece are added up."""
+    tunings: tuple[Tuning, ...]
+    """What `compile_sizes` and `compile_ranges_endpoints` tried, and what serves since."""
     padding_unsafe: Mapping[int, str]
     """Sizes at which padding changes real rows, with what was observed."""
     capture_errors: Mapping[int, str]
@@ -72,6 +75,7 @@ class GraphReport:
         lines.append(f"steps from graphs: {self.num_replays}")
         lines += [f"steps without, {reason}: {n}" for reason, n in self.fallbacks.items()]
         lines += [f"{r} ({where})" for where, records in self.passes.items() for r in records]
+        lines += [f"tuned {tuning}" for tuning in self.tunings]
         lines += [f"assumed about sizes: {condition}" for condition in self.conditions]
         lines += [f"unsafe padding at {size}: {what}" for size, what in self.padding_unsafe.items()]
         lines += [f"capture failed at {size}: {what}" for size, what in self.capture_errors.items()]
@@ -146,6 +150,7 @@ def _report_runtime(runtime: Runtime) -> GraphReport:
         fallbacks={r.value: n for r, n in dict(runtime.statistics.fallbacks).items()},
         conditions=tuple(sorted(conditions)),
         passes=graph.pass_records(),
+        tunings=tuple(t for v in graph.versions for t in dict(v.tunings).values()),
         padding_unsafe={
             size: found.padding_fault
             for (mode, size, _), found in captured.items()

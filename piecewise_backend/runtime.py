@@ -141,8 +141,7 @@ class Runtime:
 
     def run_nested(self, args: Args) -> Any:
         """The model was called by one of its own split ops: the buffers are in use."""
-        sizes = self.graph.token_dim.read(args)
-        return self._fall_back(args, sizes, FallbackReason.NESTED_CALL)
+        return self._fall_back(args, self.graph.token_dim.read(args), FallbackReason.NESTED_CALL)
 
     def _slow(self, args: Args) -> Any:
         sizes = self.graph.token_dim.read(args)
@@ -258,11 +257,13 @@ class Runtime:
 
     def _refuse_overlap(self, args: Args) -> Any:
         """A copy of an input would miss what the model writes to it through another one."""
-        sizes = self.graph.token_dim.read(args)
-        return self._fall_back(args, sizes, FallbackReason.OVERLAPPING_INPUTS)
+        read, reason = self.graph.token_dim.read, FallbackReason.OVERLAPPING_INPUTS
+        return self._fall_back(args, read(args), reason)
 
     def _capture(self, args: Args, sizes: Sizes, target: Target) -> None:
         try:
+            if self._session.capturing is not None:
+                self.captures.tune(target, args, sizes)
             if target.mode is CUDAGraphMode.FULL:
                 descriptor = self.dispatcher.descriptor(target, facts_now())
                 captured = self.captures.capture_step(descriptor, args, sizes)
@@ -272,8 +273,7 @@ class Runtime:
             self._report_fallback(FallbackReason.CAPTURE_ERROR, sizes, str(error))
             return
         self.counters.add(num_cudagraph_captured=captured.num_graphs)
-        kind = "" if target.mode is CUDAGraphMode.PIECEWISE else "full_"
-        self._dump.write(f"plan_{kind}{target.size or 'static'}.py", captured.plan.source)
+        self._dump.write_captured(target.mode, target.size, captured.plan.source)
 
     def on_rewritten(self, rewritten: _torch.Rewritten) -> None:
         """Dynamo has written the code that calls this graph.

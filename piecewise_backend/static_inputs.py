@@ -91,6 +91,15 @@ class StaticInputs:
         storage = self._storages[position]
         return empty.set_(storage, 0, layout.shape(sizes), layout.stride(sizes))
 
+    def rows(self, padded: Sizes, sizes: Sizes) -> dict[str, torch.Tensor]:
+        """The rows of a batch in the buffers of one capture size, by the source of the input."""
+        found = {}
+        for position in self.staged:
+            item = self._graph.split.inputs[position]
+            layout = self._graph.layouts[item.name]
+            found[item.source] = layout.rows(self.buffer(position, padded), sizes)
+        return found
+
     def stage(self, args: Sequence[Any], sizes: Sizes) -> dict[str, torch.Tensor]:
         """Copy the staged arguments into their buffers at `sizes`; the padded rows repeat
         the first real row."""

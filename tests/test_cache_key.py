@@ -36,7 +36,7 @@ def key(function: Any, *, options: dict[str, object] | None = None, size: int = 
 
 def _key(instance: Instance, size: int, options: dict[str, object]) -> Key | Uncacheable:
     distinct = instance.distinct
-    return piece_key(distinct, (size, *[0] * len(distinct.structure.hoisted)), options)
+    return piece_key(distinct, (size, *[0] * len(distinct.structure.hoisted)), options, {})
 
 
 def test_a_key_is_json_and_the_same_in_another_trace() -> None:

@@ -144,14 +144,26 @@ class SizeEnv:
         self.fake_mode = FakeTensorMode(shape_env=self.shape_env)
         self._symints: list[Any] = []
 
-    def symbol(self, hint: int) -> sympy.Symbol:
-        """A new size symbol whose example value is `hint`."""
+    def symbol(self, hint: int, limits: tuple[int, int] | None = None) -> sympy.Symbol:
+        """A new size symbol whose example value is `hint`.
+
+        Args:
+            limits: the smallest and largest value it may have; `conditions` has them.
+        """
         source = ConstantSource(f"size{len(self._symints)}")
         symbol = self.shape_env.create_symbol(
             hint, source, dynamic_dim=DimDynamic.DYNAMIC, positive=None if hint < 0 else True
         )
         self._symints.append(self.shape_env.create_symintnode(symbol, hint=hint, source=source))
+        if limits is not None:
+            low, high = limits
+            self.shape_env.constrain_symbol_range(symbol, compiler_min=low, compiler_max=high)
         return symbol
+
+    def constant(self, value: int) -> sympy.Integer:
+        """A size that has this value and no other; `conditions` says so."""
+        self._symints.append(value)
+        return sympy.Integer(value)
 
     def symint(self, expr: sympy.Expr) -> int | torch.SymInt:
         """A SymInt of this environment for an expression over its symbols."""
