@@ -157,6 +157,13 @@ def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
     return 2 * num_bytes / (min(timings["copy"].samples) / 1e3)
 
 
+def read_bandwidth(device: torch.device, num_bytes: int) -> float:
+    """Bytes per second of adding up a buffer of `num_bytes`."""
+    source = torch.zeros(num_bytes // 4, dtype=torch.float32, device=device)
+    timings = time_steps({"sum": source.sum}, device, num_samples=7, seconds_per_sample=0.02)
+    return num_bytes / (min(timings["sum"].samples) / 1e3)
+
+
 class Results:
     """One question's rows and bars; the file is complete after every change."""
 
