@@ -46,7 +46,9 @@ def replay_seconds(
         CaptureError: one cannot be recorded.
     """
     flush = _flush(device)
-    longest = max(_timed(pool.capture(f, ()).replay, device) for f in functions.values())
+    # Kept to the end: a pool whose last graph is gone takes no other.
+    once = [pool.capture(function, ()) for function in functions.values()]
+    longest = max(_timed(graph.replay, device) for graph in once)
     num_calls = min(max(int(_SECONDS / max(longest, 1e-9)), 1), _MOST_CALLS)
     repeated = {name: _repeated(flush, f, num_calls) for name, f in functions.items()}
     if flush is not None:

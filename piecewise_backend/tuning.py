@@ -27,7 +27,7 @@ from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.compiler import AS_TRACED, Specialization
 from piecewise_backend.config import Config
 from piecewise_backend.facts import PieceFacts
-from piecewise_backend.graphs import GraphPool
+from piecewise_backend.graphs import CapturedGraph, GraphPool
 from piecewise_backend.nearness import is_near
 from piecewise_backend.replay_timing import replay_seconds
 from piecewise_backend.sizes import Sizes
@@ -161,6 +161,8 @@ class _Trial:
         device: torch.device,
     ) -> None:
         self.made: dict[str, Version] = {}
+        """By name, the versions that can serve."""
+        self._recorded: list[CapturedGraph] = []  # a pool whose last graph is gone takes no other
         self._versions = versions
         self._facts = facts
         self._numbers = numbers
@@ -197,7 +199,7 @@ class _Trial:
         found = self._results(call)
         if len(found) != len(expected) or not all(map(is_near, found, expected)):
             return "it computes other numbers than the version for all sizes"
-        self._pool.capture(self._bound(call), ())
+        self._recorded.append(self._pool.capture(self._bound(call), ()))
         return None
 
     def _bound(self, call: Call) -> Callable[[], Sequence[torch.Tensor]]:

@@ -1,0 +1,55 @@
+"""A second process with a cache: nothing is compiled, tuned or timed on the GPU any more."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+PROJECT = Path(__file__).parents[2]
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
+]
+
+
+def in_process(cache: Path, home: Path, *sizes: int) -> dict[str, Any]:
+    """What a process did that shares nothing with others but the cache."""
+    home.mkdir()
+    environment = os.environ | {
+        "HOME": str(home),
+        "PYTHONPATH": os.pathsep.join([str(PROJECT), os.environ.get("PYTHONPATH", "")]),
+        "TORCHINDUCTOR_CACHE_DIR": str(home / "inductor"),
+        "TRITON_CACHE_DIR": str(home / "triton"),
+    }
+    command = [sys.executable, "-m", "tests.gpu.warm_process", str(cache), *map(str, sizes)]
+    done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("sizes", [(), (1, 16)], ids=["all sizes", "tuned sizes"])
+def test_a_second_process_compiles_and_times_nothing(tmp_path: Path, sizes: tuple[int]) -> None:
+    cold = in_process(tmp_path / "cache", tmp_path / "one", *sizes)
+    warm = in_process(tmp_path / "cache", tmp_path / "two", *sizes)
+    assert cold["compiled"] >= 3
+    assert cold["loaded"] == 0
+    assert cold["matches"] == warm["matches"] >= 2
+    assert cold["worst"] < 0.02
+    assert not any(cold["remembered"])
+    assert all(warm["remembered"])
+    assert len(cold["kept"]) == 3 * len(sizes)
+    assert warm["kept"] == cold["kept"]
+    assert (warm["compiled"], warm["benchmarks"]) == (0, 0)
+    assert 0 < warm["loaded"] <= cold["compiled"]
+    assert warm["hash"] == cold["hash"]
