@@ -187,5 +187,8 @@ def _package() -> dict[str, str]:
     """Which version of this package; its sources too, as they change between versions."""
     folder = Path(__file__).parent
     texts = [path.read_text() for path in sorted(folder.rglob("*.py"))]
-    version = importlib.metadata.version("piecewise-backend")
+    try:
+        version = importlib.metadata.version("piecewise-backend")
+    except importlib.metadata.PackageNotFoundError:  # run from its sources
+        version = "not installed"
     return {"version": version, "sources": digest(texts)}
