@@ -175,6 +175,8 @@ class Config:
         kept = divisible_by(kept, values.get("tensor_parallel_size", 1))
         if values.get("level", 3) < 3:
             values |= {"compiler": "eager", "cudagraph_mode": CUDAGraphMode.NONE}
+        if values.get("compile_sizes") == option_checks.ALL_CAPTURE_SIZES:
+            values["compile_sizes"] = kept
         _check_tuned(values, kept)
         passes_for(values.get("passes", ()), dict(values.get("pass_config", ())))
         return cls(**(values | {"cudagraph_capture_sizes": kept}))
@@ -182,15 +184,15 @@ class Config:
 
 def _check_tuned(values: Mapping[str, Any], capture_sizes: tuple[int, ...]) -> None:
     """Versions are measured as they will run: compiled, and replayed from graphs."""
+    is_eager = values.get("compiler") == "eager"
+    has_graphs = values.get("cudagraph_mode") is not CUDAGraphMode.NONE
     for name in ("compile_sizes", "compile_ranges_endpoints"):
-        if not values.get(name) or values.get("level", 3) < 3:
-            continue
-        for option, refused in (("compiler", "eager"), ("cudagraph_mode", CUDAGraphMode.NONE)):
-            if values.get(option) is refused or values.get(option) == refused:
-                raise ConfigError(
-                    f"{name}={list(values[name])} with {option}={str(refused)!r}; versions are "
-                    "compiled and measured under replay: leave one of the two out"
-                )
+        if values.get(name) and (is_eager or not has_graphs) and values.get("level", 3) == 3:
+            other = "compiler='eager'" if is_eager else "cudagraph_mode='none'"
+            raise ConfigError(
+                f"{name}={list(values[name])} with {other}; versions are compiled, and measured "
+                "under replay: leave one of the two out"
+            )
     others = sorted(set(values.get("compile_sizes", ())) - set(capture_sizes))
     if others:
         raise ConfigError(
@@ -216,7 +218,7 @@ def _from_env(environ: Mapping[str, str]) -> dict[str, Any]:
 def _parse(name: str, text: str, variable: str) -> Any:
     """The value that a variable's text stands for."""
     try:
-        if name in _SIZES:
+        if name in _SIZES and text != option_checks.ALL_CAPTURE_SIZES:
             return [int(part) for part in text.split(",")]
         if name == "splitting_ops":
             return text.split(",")
@@ -278,7 +280,7 @@ _CHECKS = {
     "cudagraph_mode": option_checks.graph_mode,
     "cudagraph_capture_sizes": option_checks.capture_sizes,
     "compile_sizes": option_checks.tuned_sizes,
-    "compile_ranges_endpoints": option_checks.tuned_sizes,
+    "compile_ranges_endpoints": option_checks.range_endpoints,
     "max_padding_factor": option_checks.factor,
     "max_graph_memory": memory_limit,
     "dump_dir": option_checks.path,

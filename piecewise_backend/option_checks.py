@@ -17,6 +17,8 @@ from piecewise_backend.batch import CUDAGraphMode
 from piecewise_backend.errors import ConfigError
 from piecewise_backend.passes import Pass, as_pass
 
+ALL_CAPTURE_SIZES = "cudagraph_capture_sizes"
+
 
 def nearest(name: str, known: set[str]) -> str:
     """What to tell a user who wrote `name` where one of `known` belongs."""
@@ -40,9 +42,16 @@ def capture_sizes(name: str, value: Any) -> tuple[int, ...] | None:
     return tuple(sorted(set(sizes)))
 
 
-def tuned_sizes(name: str, value: Any) -> tuple[int, ...]:
+def range_endpoints(name: str, value: Any) -> tuple[int, ...]:
     """The same, or none."""
     return () if value is None or value in ([], ()) else capture_sizes(name, value) or ()
+
+
+def tuned_sizes(name: str, value: Any) -> tuple[int, ...] | str:
+    """The same, or a word for all capture sizes."""
+    if isinstance(value, str) and value != ALL_CAPTURE_SIZES:
+        raise ConfigError(f"{name}={value!r}; give integers, or {ALL_CAPTURE_SIZES!r}")
+    return value if isinstance(value, str) else range_endpoints(name, value)
 
 
 def splitting_ops(name: str, value: Any) -> tuple[str, ...] | None:
