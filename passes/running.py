@@ -89,9 +89,7 @@ class PassList:
         before, text = _ops(graph), str(graph)
         started = time.perf_counter()
         try:
-            if item.name not in self._matchers:
-                self._matchers[item.name] = item.matcher()
-            matches = self._matchers[item.name](graph)
+            matches = self._apply(item, graph)
             in_inductor = item.stage == "piece"
             check(graph, interface, for_inductor=in_inductor, recompute=self._validate)
         except PassError:
@@ -107,12 +105,23 @@ class PassList:
                 f"it, or switch it off with pass_config={{{item.name!r}: False}}"
             ) from error
         spent = 1000 * (time.perf_counter() - started)
-        if not isinstance(matches, int):
+        if matches is None:
             matches = int(str(graph) != text)
         after = _ops(graph)
         changes = {op: after[op] - before[op] for op in sorted(before | after)}
         changes = {op: change for op, change in changes.items() if change}
         return PassRecord(item.name, int(matches), spent, changes)
+
+    def _apply(self, item: Pass, graph: fx.Graph) -> int | None:
+        if item.name not in self._matchers:
+            self._matchers[item.name] = item.matcher()
+        matches = self._matchers[item.name](graph)
+        if matches is not None and (not isinstance(matches, int) or matches < 0):
+            raise TypeError(
+                f"it returned {type(matches).__name__} {str(matches)[:80]!r}; change the graph "
+                "that is given, and return how often that was done, or None"
+            )
+        return matches
 
     def require_matches(self, found: Mapping[str, Iterable[PassRecord]]) -> None:
         """Compare what was found in all graphs with what the passes demand.

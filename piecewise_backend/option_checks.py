@@ -80,10 +80,10 @@ def inductor_options(name: str, value: Any) -> tuple[tuple[str, Any], ...]:
         raise ConfigError(f"{name}={value!r}; give a mapping of Inductor options")
     if "triton.cudagraphs" in value:
         raise ConfigError(f"{name} has 'triton.cudagraphs'; graphs are made by this backend")
-    if "post_grad_custom_post_pass" in value:
+    for place in sorted({"joint_custom_pre_pass", "post_grad_custom_post_pass"} & set(value)):
         raise ConfigError(
-            f"{name} has 'post_grad_custom_post_pass'; register it with pw.register_pass, or give "
-            "it in passes=[...]: it runs in that place, with a name"
+            f"{name} has {place!r}; register it with pw.register_pass, or give it in "
+            "passes=[...]: it runs in the latter place, with a name"
         )
     known = set(_torch.inductor_options())
     for option in value:

@@ -19,6 +19,7 @@ from torch import fx
 
 from piecewise_backend import _torch
 from piecewise_backend.passes import PassList, PassRecord, Write, merged
+from piecewise_backend.passes.output_memory import keep_apart, note_memory
 
 _COUNTER = "piecewise_pass_"
 
@@ -37,7 +38,10 @@ class PostGrad:
         """The Inductor options that make it run the passes."""
         # Without passes too: the key keeps what was compiled here (see `_torch.inductor`) apart.
         key = self._passes.key() + (uuid.uuid4().hex if self._write else "")
-        return {"post_grad_custom_post_pass": _torch.GraphPass(self._run, key)}
+        return {
+            "joint_custom_pre_pass": _torch.GraphPass(note_memory, key),
+            "post_grad_custom_post_pass": _torch.GraphPass(self._run, key),
+        }
 
     def records(self) -> tuple[PassRecord, ...]:
         """What the passes did, once Inductor is done."""
@@ -50,8 +54,8 @@ class PostGrad:
         )
 
     def _run(self, graph: fx.Graph) -> None:
-        # Inductor calls once more for each graph inside of the graph.
-        is_first = not self._runs
-        self._runs.append(self._passes.run(graph, self._where, self._write if is_first else None))
+        # Inductor calls for each graph inside of the graph first; what is dumped last stays.
+        self._runs.append(self._passes.run(graph, self._where, self._write))
         for record in self._runs[-1]:
             _torch.count_in_inductor(_COUNTER + record.name, record.matches)
+        keep_apart(graph)

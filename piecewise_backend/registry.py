@@ -151,7 +151,7 @@ def register_splitting_op(
             refresh_on=refresh_on,
         )
     name = op if isinstance(op, str) else _name_of_object(op)
-    _check_exists(name)
+    check_exists(name)
     traits = _registered.get(name, SplitOpTraits())
     if capture is not None:
         traits = dataclasses.replace(traits, capture=CaptureSupport.of(capture))
@@ -203,7 +203,7 @@ class SplitOps:
             if name in PRESETS:
                 names |= {member for member in PRESETS[name] if _exists(member)}
             else:
-                _check_exists(name)
+                check_exists(name)
                 names.add(name)
         return cls(frozenset(names))
 
@@ -253,17 +253,18 @@ def _exists(name: str) -> bool:
     return packet is not None and (not overload_name or overload_name in packet.overloads())
 
 
-def _check_exists(name: str) -> None:
+def check_exists(name: str, role: str = "splitting op") -> None:
+    """Raise ConfigError if no operator has this name; `role` is what the user wants it for."""
     if "::" not in name:
         presets = ", ".join(PRESETS)
         raise ConfigError(
-            f"splitting op {name!r} names no namespace; write 'namespace::{name}', "
+            f"{role} {name!r} names no namespace; write 'namespace::{name}', "
             f"e.g. 'aten::{name}' (presets: {presets})"
         )
     if not _exists(name):
         close = difflib.get_close_matches(name, _torch.operator_names(), n=1)
         hint = f"did you mean {close[0]!r}?" if close else "no operator has a similar name."
         raise ConfigError(
-            f"splitting op {name!r} does not exist; {hint} "
-            "Import the library that defines it before registering it"
+            f"{role} {name!r} does not exist; {hint} "
+            "Import the library that defines it before naming it"
         )

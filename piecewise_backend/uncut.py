@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from piecewise_backend.modes import CaptureSupport
 from piecewise_backend.passes import Pass
-from piecewise_backend.registry import SplitOps, traits_of
+from piecewise_backend.registry import SplitOps, check_exists, traits_of
 
 
 def leave_uncut(ops: SplitOps, passes: Sequence[Pass]) -> tuple[SplitOps, str]:
@@ -24,10 +24,14 @@ def leave_uncut(ops: SplitOps, passes: Sequence[Pass]) -> tuple[SplitOps, str]:
 
     Returns:
         The others, and the reasons, or "" if no pass asks for an op that is cut at.
+
+    Raises:
+        ConfigError: a pass asks for an op that is misspelt, or whose library is not imported.
     """
     names, words = set(ops.names), []
     for item in passes:
         for wanted in item.uncut:
+            check_exists(wanted, f"pass {item.name!r}: uncut op")
             found = {name for name in ops.names if _is_same_op(name, wanted)}
             if not found:
                 continue

@@ -195,6 +195,10 @@ def test_pass_config_switches_by_name() -> None:
             {"inductor_compile_config": {"post_grad_custom_post_pass": does_nothing}},
             "register it with pw.register_pass",
         ),
+        (
+            {"inductor_compile_config": {"joint_custom_pre_pass": does_nothing}},
+            "register it with pw.register_pass",
+        ),
     ],
 )
 def test_wrong_options_are_refused(options: Any, message: str) -> None:
@@ -673,6 +677,15 @@ def test_calls_of_subgraphs_are_not_computed_anew(tmp_path: Path) -> None:
 
     compiled = compile(chosen, compiler="inductor", cudagraph_mode="none", dump_dir=tmp_path)
     same(compiled(rows(3)), chosen(rows(3)), "with dumps, which validate")
+    (dump,) = tmp_path.glob("graph_0/passes/piece_0/00_before.py")
+    assert "higher_order.cond" in dump.read_text(), "of the piece, not of one of its branches"
+
+
+@pytest.mark.parametrize("result", [fx.Graph(), -1, "2", 1.0], ids=["graph", "-1", "2", "1.0"])
+def test_a_pass_that_returns_no_count(result: Any) -> None:
+    gm = traced(lambda x: (x.sin().cos(),), torch.ones(3, 4))
+    with pytest.raises(pw.PassError, match=r"it returned \w+ .*return how often"):
+        run(pw.passes.as_pass(lambda graph: result, name="counts"), gm)
 
 
 def test_nodes_out_of_order_are_brought_in_order() -> None:

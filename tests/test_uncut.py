@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -142,6 +143,13 @@ def test_which_ops_are_left(cut_at: list[str], asked: list[str], left: list[str]
     assert bool(words) == bool({name.partition(".")[0] for name in asked} & {
         name.partition(".")[0] for name in cut_at
     })  # fmt: skip
+
+
+def test_an_op_that_does_not_exist() -> None:
+    item = pw.passes.as_pass(lambda graph: 0, name="p", uncut=["pwuncut::alway"])
+    wanted = "pass 'p': uncut op 'pwuncut::alway' does not exist; did you mean 'pwuncut::always'"
+    with pytest.raises(pw.ConfigError, match=re.escape(wanted)):
+        leave_uncut(SplitOps(frozenset()), [item])
 
 
 def test_an_op_whose_hook_somebody_has_to_call() -> None:

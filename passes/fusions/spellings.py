@@ -15,8 +15,9 @@ for these, which tests bound as said:
   1 in 1000 float8 values is the neighbour.
 - `rounded once`: a norm that is float32 up to and including its weight, as `F.rms_norm` is, where
   the op rounds after the norm and after the weight; likewise a residual that is added in float32
-  and normalised before it is rounded. At most 1 in 25 float8 values is the neighbour. (Inductor
-  does not round between ops that it fuses, so that it is as far from eager.)
+  and normalised before it is rounded. At most 1 in 25 float8 values is the neighbour; of rotated
+  heads 3 units in the last place of the largest of the head. (Inductor does not round between ops
+  that it fuses, so that it is as far from eager.)
 - `rotated as stored`: a rotary embedding in float16 or bfloat16, where the op is float32 and rounds
   once. 3 units in the last place of the largest of its head.
 

@@ -85,7 +85,7 @@ def may_be_same_size(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
     if any(e.is_number for e in exprs) and any(e.is_symbol for e in exprs):
         return False
     hints = [x if isinstance(x, int) else x.node.hint for x in (a, b)]
-    return None in hints or int(hints[0]) == int(hints[1])
+    return None in hints or bool(hints[0] == hints[1])
 
 
 def expr_source(expr: sympy.Expr, names: Mapping[sympy.Symbol, str]) -> str:

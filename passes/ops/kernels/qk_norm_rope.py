@@ -4,9 +4,11 @@ In:  checked arguments of ``ops.qk_norm_rope``.
 Out: its outputs.
 Knows nothing of dispatch; ``ops.launch`` says how many heads a program has.
 
-A row of a tile is one head of one token. The first programs serve the heads of ``q``, of all tokens
-one after the other, the rest those of ``k``; so no lane waits for a head that does not exist. Both
-halves of a head are in registers of the same thread, and are rotated there.
+A row of a tile is one head of one token, and a program serves heads of ``q`` or heads of ``k``, so
+that no lane waits for a head that does not exist. Programs of the two are spread evenly: those of
+the same tokens run at about the same time, and the second finds the angles in the L2 cache. With
+all of ``k`` behind all of ``q`` they are read from memory twice, 4.8 % of the bytes at 20 heads.
+Both halves of a head are in registers of the same thread, and are rotated there.
 """
 
 import torch
@@ -37,12 +39,14 @@ def qk_norm_rope(
         q, k, cos, sin = _as_tokens(q), _as_tokens(k), as_rows(cos), as_rows(sin)
         if launch is None:
             launch = halves_of_heads(half, q_rows + k_rows, q.element_size())
-        q_programs = -(-q_rows // launch.rows)
+        k_programs = -(-k_rows // launch.rows)
+        num_programs = -(-q_rows // launch.rows) + k_programs
         with on_device_of(q):
-            _qk_norm_rope_kernel[(q_programs + -(-k_rows // launch.rows),)](
+            _qk_norm_rope_kernel[(num_programs,)](
                 q, k, as_vector(q_weight), as_vector(k_weight), cos, sin, q_out, k_out,
-                q_rows, k_rows, q_programs, q.stride(0), k.stride(0), cos.stride(0), sin.stride(0),
-                eps, q.size(1), k.size(1), half, launch.rows, launch.columns,
+                q_rows, k_rows, num_programs, k_programs,
+                q.stride(0), k.stride(0), cos.stride(0), sin.stride(0), eps,
+                q.size(1), k.size(1), half, launch.rows, launch.columns,
                 num_warps=launch.num_warps,
             )  # fmt: skip
     return q_out, k_out
@@ -82,21 +86,24 @@ def _norm_rope(
     tl.store(out_ptrs + HALF, (b * cos + a * sin).to(x_ptr.dtype.element_ty), mask)
 
 
-@triton.jit(do_not_specialize=["q_rows", "k_rows", "q_programs", "eps"])
+@triton.jit(do_not_specialize=["q_rows", "k_rows", "num_programs", "k_programs", "eps"])
 def _qk_norm_rope_kernel(
     q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr,
-    q_rows, k_rows, q_programs, q_stride, k_stride, cos_stride, sin_stride, eps,
+    q_rows, k_rows, num_programs, k_programs, q_stride, k_stride, cos_stride, sin_stride, eps,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    if program < q_programs:
+    # How many programs of k come before this one, and before the next.
+    k_program = (program.to(tl.int64) * k_programs // num_programs).to(tl.int32)
+    k_next = ((program.to(tl.int64) + 1) * k_programs // num_programs).to(tl.int32)
+    if k_program == k_next:
         _norm_rope(
-            q_ptr, q_weight_ptr, cos_ptr, sin_ptr, q_out_ptr, program * ROWS, q_rows,
+            q_ptr, q_weight_ptr, cos_ptr, sin_ptr, q_out_ptr, (program - k_program) * ROWS, q_rows,
             q_stride, cos_stride, sin_stride, eps, Q_HEADS, HALF, ROWS, COLUMNS,
         )  # fmt: skip
     else:
         _norm_rope(
-            k_ptr, k_weight_ptr, cos_ptr, sin_ptr, k_out_ptr, (program - q_programs) * ROWS,
-            k_rows, k_stride, cos_stride, sin_stride, eps, K_HEADS, HALF, ROWS, COLUMNS,
+            k_ptr, k_weight_ptr, cos_ptr, sin_ptr, k_out_ptr, k_program * ROWS, k_rows,
+            k_stride, cos_stride, sin_stride, eps, K_HEADS, HALF, ROWS, COLUMNS,
         )  # fmt: skip
