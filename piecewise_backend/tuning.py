@@ -65,6 +65,10 @@ class Tuning:
     is_remembered: bool = False
     """An earlier process decided (`cache_dir`), and nothing was measured now."""
 
+    def as_json(self) -> bytes:
+        """What another process may know of it."""
+        return json.dumps(dataclasses.asdict(self)).encode()
+
     def __str__(self) -> str:
         times = ", ".join(f"{name} {time:.1f} us" for name, time in self.microseconds.items())
         how = ", measured by an earlier process" if self.is_remembered else ""
@@ -106,18 +110,22 @@ class Tuner:
         wanted = {special.name: special for special in self._specializations(versions, sizes)}
         if not wanted:
             return
+        tried = tuple(wanted.values())
         trial = _Trial(versions, facts, numbers, inputs, self._make_pool(), self._graph.device)
 
-        def decide() -> bytes:
-            return json.dumps(dataclasses.asdict(trial.decide(tuple(wanted.values())))).encode()
+        def load(text: bytes) -> Tuning:
+            return Tuning(**json.loads(text) | {"piece": index, "sizes": sizes})
 
-        recalled = versions.recall(numbers, tuple(wanted.values()), decide, json.loads)
-        fields = recalled.value | {"sizes": sizes, "piece": index}
-        tuning = Tuning(**fields | {"is_remembered": recalled.is_hit})
-        if tuning.kept != AS_TRACED.name:
-            made = trial.made.get(tuning.kept) or versions.special(numbers, wanted[tuning.kept])
-            versions.prefer(numbers, made)
-        versions.tunings[sizes] = tuning
+        recalled = versions.recall(numbers, tried, lambda: trial.decide(tried).as_json(), load)
+        tuning = dataclasses.replace(recalled.value, is_remembered=recalled.is_hit)
+        if tuning.kept in wanted and tuning.kept not in trial.made:
+            trial.make(wanted[tuning.kept])
+        if tuning.kept in trial.made:
+            versions.prefer(numbers, trial.made[tuning.kept])
+        else:
+            tuning = dataclasses.replace(tuning, kept=AS_TRACED.name)
+        failures = {**tuning.failures, **trial.failures}
+        versions.tunings[sizes] = dataclasses.replace(tuning, failures=failures)
         log.info("%s", tuning)
 
     def _specializations(self, versions: Versions, sizes: Numbers) -> list[Specialization]:
@@ -162,7 +170,11 @@ class _Trial:
     ) -> None:
         self.made: dict[str, Version] = {}
         """By name, the versions that can serve."""
+        self.failures: dict[str, str] = {}
+        """By name, why others cannot."""
         self._recorded: list[CapturedGraph] = []  # a pool whose last graph is gone takes no other
+        self._expected: list[torch.Tensor] | None = None
+        self._as_traced = versions.choose(numbers).call
         self._versions = versions
         self._facts = facts
         self._numbers = numbers
@@ -171,32 +183,36 @@ class _Trial:
         self._device = device
 
     def decide(self, wanted: Sequence[Specialization]) -> Tuning:
-        """Make and try them all."""
-        as_traced = self._versions.choose(self._numbers).call
-        expected = self._results(as_traced)
-        calls, failures = {AS_TRACED.name: as_traced}, {}
+        """Make them all, and compare the times of those that can serve."""
         for special in wanted:
-            try:
-                version = self._versions.special(self._numbers, special)
-                fault = self._fault(version.call, expected)
-            except Exception as error:
-                # What a compiler may raise is not known, and the piece has a version that works.
-                fault = f"{type(error).__name__}: {error}"
-            if fault is not None:
-                failures[special.name] = fault
-                continue
-            self.made[special.name], calls[special.name] = version, version.call
-        functions = {name: self._bound(call) for name, call in calls.items()}
+            self.make(special)
+        functions = {AS_TRACED.name: self._bound(self._as_traced)}
+        functions |= {name: self._bound(version.call) for name, version in self.made.items()}
         seconds = replay_seconds(functions, self._pool, self._device)
         fastest = min(seconds, key=seconds.__getitem__)
         is_faster = seconds[fastest] < (1 - _MARGIN) * seconds[AS_TRACED.name]
         kept = fastest if is_faster else AS_TRACED.name
         times = {name: 1e6 * found for name, found in seconds.items()}
-        return Tuning(self._versions.piece.index, self._numbers, kept, times, failures)
+        return Tuning(self._versions.piece.index, self._numbers, kept, times, dict(self.failures))
 
-    def _fault(self, call: Call, expected: Sequence[torch.Tensor]) -> str | None:
-        """Why a version cannot serve, if it cannot. What tunes itself at the first run does so."""
-        found = self._results(call)
+    def make(self, special: Specialization) -> None:
+        """Make a version, and run it: what tunes itself at the first run does so."""
+        try:
+            version = self._versions.special(self._numbers, special)
+            fault = self._fault(version.call)
+        except Exception as error:
+            # What a compiler may raise is not known, and the piece has a version that works.
+            fault = f"{type(error).__name__}: {error}"
+        if fault is None:
+            self.made[special.name] = version
+        else:
+            self.failures[special.name] = fault
+
+    def _fault(self, call: Call) -> str | None:
+        """Why a version cannot serve, if it cannot."""
+        if self._expected is None:
+            self._expected = self._results(self._as_traced)
+        found, expected = self._results(call), self._expected
         if len(found) != len(expected) or not all(map(is_near, found, expected)):
             return "it computes other numbers than the version for all sizes"
         self._recorded.append(self._pool.capture(self._bound(call), ()))

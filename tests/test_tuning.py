@@ -164,6 +164,26 @@ def test_a_version_that_fails_is_left_out(imitation: Imitation, seconds: dict[st
     same(compiled(rows(4)), model(rows(4)), "served")
 
 
+def test_a_remembered_version_is_tried_before_it_serves(
+    imitation: Imitation, seconds: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def recall(piece: Any, numbers: Any, tried: Any, decide: Any, load: Any) -> Fetched[Any]:
+        text = b'{"kept": "static", "microseconds": {"static": 1.0}, "failures": {}}'
+        return Fetched(load(text), is_hit=True)
+
+    monkeypatch.setattr(imitation, "recall", recall)
+    assert {t.kept for t in tunings(warmed_up())} == {"static"}
+    assert collections.Counter(name for name, _ in imitation.compiled) == {
+        "as traced": 2, "static": 2,
+    }  # fmt: skip
+    torch._dynamo.reset()
+    imitation.broken["static"] = lambda results: tuple(x + 1 for x in results)
+    compiled = warmed_up()
+    assert {t.kept for t in tunings(compiled)} == {"as traced"}
+    assert "computes other numbers" in tunings(compiled)[0].failures["static"]
+    same(compiled(rows(4)), model(rows(4)), "served")
+
+
 def test_what_a_piece_writes_is_as_it_was(imitation: Imitation, seconds: dict[str, float]) -> None:
     seconds["static"] = 0.5
     state = torch.zeros(4)

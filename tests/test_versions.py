@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import piecewise_backend as pw
-from piecewise_backend.versions import Choice, Versions
 from piecewise_backend.steps import Host
 from piecewise_backend.version import Version
+from piecewise_backend.versions import Choice, Versions
 
 
 class EvenOnly:
