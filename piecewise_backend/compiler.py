@@ -29,7 +29,7 @@ from piecewise_backend.fakes import fake_inputs
 from piecewise_backend.passes import PassList, Write
 from piecewise_backend.post_grad import PostGrad
 from piecewise_backend.steps import Constant, Host
-from piecewise_backend.version import Call, Numbers, Version, loaded, stored
+from piecewise_backend.version import Call, Numbers, Version, loaded, num_sizes, serves, stored
 
 log = logging.getLogger(__name__)
 
@@ -102,9 +102,11 @@ class InductorCompiler:
 
         def make() -> Made[Version]:
             version = self._compile(piece, numbers, with_passes, patches)
-            return Made(version, stored(version, num_sizes(piece)))
+            return Made(version, stored(version, piece))
 
-        fetched = self._store.fetch(key, make, loaded)
+        fetched = self._store.fetch(
+            key, make, lambda content: loaded(content, piece), lambda about: serves(about, numbers)
+        )
         if fetched.is_hit:
             self._counters.add(num_artifacts_loaded=1)
         return fetched.value
@@ -179,11 +181,6 @@ class Versions:
         assert version.violated_by(numbers) is None
         self.compiled.append(version)
         return Choice(version.call)
-
-
-def num_sizes(piece: DistinctPiece) -> int:
-    """How many of the integer inputs of a piece are sizes; they come first."""
-    return sum(isinstance(ref, Host) for ref in piece.inputs)
 
 
 def numbers_of(refs: Sequence[Any]) -> list[sympy.Expr]:
