@@ -37,12 +37,19 @@ def artifact_of(name: str) -> bytes:
     return f"artifact of {name}".encode() * 100
 
 
+def die() -> None:
+    """At once, and without any handler."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main() -> None:
     """Fetch every key once and print what came of it."""
     root, notes, action, *names = sys.argv[1:]
     store = ArtifactStore(Path(root))
-    if action == "die while writing":
-        cache_entry._sync = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
+    if action == "die before renaming":
+        cache_entry._sync = lambda folder: die()
+    if action == "die in a file":
+        cache_entry._write_file = lambda path, content: (path.write_bytes(content[:99]), die())
     for given in names:
         name, _, size = given.partition(":")
         make, load, serves = recipe(artifact_of(name), int(size or 0))
@@ -51,7 +58,7 @@ def main() -> None:
             with open(notes, "a") as file:
                 file.write(f"{given}\n")
             if action == "die while making":
-                os.kill(os.getpid(), signal.SIGKILL)
+                die()
             if action == "no room":  # the disk is full in the middle of the artifact
                 resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))
             time.sleep(0.2)

@@ -89,16 +89,16 @@ def test_models_that_differ_in_little_do_not_serve_each_other(tmp_path: Path) ->
     }  # fmt: skip
 
 
-def step(cache: Any, name: str = "a constant") -> None:
+def step(cache: Any, name: str = "a constant", **options: Any) -> None:
     """Compile and call a model anew in this process."""
     torch._dynamo.reset()
-    first_step(cache, name)
+    first_step(cache, name, **options)
 
 
-def first_step(cache: Any, name: str = "a constant") -> None:
+def first_step(cache: Any, name: str = "a constant", **options: Any) -> None:
     """Compile and call a model that this process has not compiled since the last reset."""
     model = MODELS[name]()
-    compiled = compile(model, compiler="inductor", cache_dir=cache)
+    compiled = compile(model, compiler="inductor", cache_dir=cache, **options)
     with torch.no_grad():
         for size in (5, 2, 8):
             x = rows(size)
@@ -134,6 +134,15 @@ def test_without_a_cache_nothing_is_kept(
     step("off" if value else None)
     assert pw.compilation_counter.num_inductor_compiles - before == 2
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("inductor_cache")
+def test_the_cache_takes_no_more_than_it_may(tmp_path: Path) -> None:
+    for name in ("a constant", "another constant"):
+        step(tmp_path, name, max_cache_size="2KiB")
+        assert len(entries(tmp_path)) == 1
+    step(tmp_path, "a constant", max_cache_size="1GiB")
+    assert len(entries(tmp_path)) == 2
 
 
 def test_a_directory_that_others_can_write_reaches_the_user(tmp_path: Path) -> None:
