@@ -93,7 +93,7 @@ class InductorCompiler:
         """Compile with `numbers` as example sizes, or load what was. See `version`."""
         with_passes = PostGrad(self._passes, f"piece {piece.index}", self._writer)
         patches = self._patches | with_passes.patches()
-        if self._store is None:
+        if self._store is None or with_passes.has_dumps:
             return self._compile(piece, numbers, with_passes, patches)
         key = piece_key(piece, numbers, patches)
         if isinstance(key, Uncacheable):

@@ -145,6 +145,15 @@ def test_the_cache_takes_no_more_than_it_may(tmp_path: Path) -> None:
     assert len(entries(tmp_path)) == 2
 
 
+@pytest.mark.usefixtures("inductor_cache")
+def test_with_dumps_nothing_is_taken_from_the_cache_or_put_there(tmp_path: Path) -> None:
+    before = pw.compilation_counter.num_inductor_compiles
+    for _ in range(2):
+        step(tmp_path / "cache", dump_dir=str(tmp_path / "dumps"))
+    assert pw.compilation_counter.num_inductor_compiles - before == 2
+    assert entries(tmp_path / "cache") == ()
+
+
 def test_a_directory_that_others_can_write_reaches_the_user(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(ConfigError, match="can be written by every user"):
