@@ -30,7 +30,10 @@ PROJECT = Path(__file__).parents[1]
 
 
 def start(cache: Path, home: Path, sizes: str, *models: str) -> subprocess.Popen[str]:
-    """A process that compiles these, without kernels of earlier ones."""
+    """A process that compiles these.
+
+    What Inductor and the C++ compiler keep is in `home`; processes that share one save time.
+    """
     home.mkdir(exist_ok=True)
     environment = os.environ | {
         "HOME": str(home),
@@ -59,7 +62,7 @@ def test_processes_compile_each_piece_once_and_a_later_one_nothing(tmp_path: Pat
     """At a time on an empty directory; then from a copy, in other order, at other sizes."""
     cache, names = tmp_path / "cache", ("decoder", "layered")
     sizes = ("5,2,33", "7,3", "300,4")
-    started = [start(cache, tmp_path / s, s, *names) for s in sizes]
+    started = [start(cache, tmp_path / "cold", s, *names) for s in sizes]
     cold = [counted(process) for process in started]
     assert sum(found["compiled"] for found in cold) == 5
     assert sum(found["loaded"] for found in cold) == 10
@@ -68,20 +71,20 @@ def test_processes_compile_each_piece_once_and_a_later_one_nothing(tmp_path: Pat
     shutil.rmtree(cache)
     # Other names of layers come first, so that the tables that hoisted inputs index into differ.
     others = ("layered with other constants", "layered", "decoder")
-    warm = in_process(tmp_path / "elsewhere", tmp_path / "home", "11,2,64", *others)
+    warm = in_process(tmp_path / "elsewhere", tmp_path / "warm", "11,2,64", *others)
     assert warm == {"compiled": 0, "loaded": 7, "is_right": True}
 
 
 def test_models_that_differ_in_little_do_not_serve_each_other(tmp_path: Path) -> None:
     """And sizes that a stored version excludes get another one, beside it."""
-    cache = tmp_path / "cache"
-    first = in_process(cache, tmp_path / "one", "5", "a constant", "linear", "graded")
+    cache, home = tmp_path / "cache", tmp_path / "home"
+    first = in_process(cache, home, "5", "a constant", "linear", "graded")
     assert first == {"compiled": 3, "loaded": 0, "is_right": True}
     others = ("another constant", "without bias", "wider")
     names = (*others, "graded", "linear", "a constant")
-    second = in_process(cache, tmp_path / "two", "40,50", *names)
+    second = in_process(cache, home, "40,50", *names)
     assert second == {"compiled": 4, "loaded": 2, "is_right": True}
-    third = in_process(cache, tmp_path / "three", "7,60", "graded", *others)
+    third = in_process(cache, home, "7,60", "graded", *others)
     assert third == {"compiled": 0, "loaded": 5, "is_right": True}
     versions = [e.record() for e in entries(cache) if "graded" in str(e.record())]
     assert {record.key["sizes"][0]: record.about["conditions"] for record in versions} == {
