@@ -16,13 +16,14 @@ import dataclasses
 import logging
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from piecewise_backend import cache_entry
-from piecewise_backend.cache_contents import LOCK, make_room
-from piecewise_backend.cache_entry import UNFINISHED, Damaged, Key
+from piecewise_backend.cache_contents import entries, folders_of, lock_of, make_room
+from piecewise_backend.cache_entry import UNFINISHED, Content, Damaged, Key, Record
+from piecewise_backend.cache_misses import why_missed
 from piecewise_backend.errors import ConfigError
 from piecewise_backend.file_lock import LockTimeoutError, locked
 from piecewise_backend.trust import distrust
@@ -41,7 +42,7 @@ class Made(Generic[T]):
     """Something new, and what to store of it."""
 
     value: T
-    artifact: bytes | None
+    content: Content | None
     """None: it cannot be stored."""
 
 
@@ -66,7 +67,11 @@ class ArtifactStore:
         self._has_warned = False
 
     def fetch(
-        self, key: Key, make: Callable[[], Made[T]], load: Callable[[bytes], T]
+        self,
+        key: Key,
+        make: Callable[[], Made[T]],
+        load: Callable[[Content], T],
+        serves: Callable[[Mapping[str, Any]], bool],
     ) -> Fetched[T]:
         """What belongs to `key`, loaded if any process stored it, else made and stored.
 
@@ -75,71 +80,122 @@ class ArtifactStore:
         Args:
             key: everything that the artifact depends on.
             make: makes it; what it raises is raised.
-            load: from stored bytes. What it raises makes the entry a damaged one.
+            load: from what was stored. What it raises makes the entry a damaged one.
+            serves: whether what was made for other sizes serves those of `key`, by what its
+                maker said about it. See Note [Sizes in a key] in `cache_entry`.
         """
-        folder = self.root / cache_entry.name_of(key)
-        found = self._load(folder, key, load)
+        group = cache_entry.group_of(key)
+        found = self._find(key, load, serves)
         if isinstance(found, Fetched):
             return found
         with contextlib.ExitStack() as held:
             try:
-                lock = folder.with_suffix(LOCK)
-                held.enter_context(locked(lock, seconds=self._lock_seconds))
+                held.enter_context(locked(lock_of(self.root, group), seconds=self._lock_seconds))
             except (OSError, LockTimeoutError) as error:
                 self._warn(f"{found or error}; compiled anew, and not stored")
                 return Fetched(make().value, is_hit=False)
             # Another process may have stored it, or replaced what was damaged, meanwhile.
-            found = self._load(folder, key, load)
+            found = self._find(key, load, serves)
+            while isinstance(found, Damaged) and self._has_removed(found):
+                found = self._find(key, load, serves)
             if isinstance(found, Fetched):
                 return found
-            is_free = self._clear_place(folder, found)
+            self._log_miss(key)
+            is_free = found is None and self._has_cleared(group, cache_entry.name_of(key))
             made = make()
-            if made.artifact is not None and is_free:
-                self._store(folder, key, made.artifact)
+            if made.content is None or not is_free or not self._has_stored(key, made.content):
+                return Fetched(made.value, is_hit=False)
+        self._make_room(keep=cache_entry.name_of(key))
         return Fetched(made.value, is_hit=False)
 
-    def _load(
-        self, folder: Path, key: Key, load: Callable[[bytes], T]
+    def _find(
+        self,
+        key: Key,
+        load: Callable[[Content], T],
+        serves: Callable[[Mapping[str, Any]], bool],
     ) -> Fetched[T] | Damaged | None:
-        found = cache_entry.read(folder, key)
-        if not isinstance(found, bytes):
-            return found
+        """What serves, or the first entry on the way there that is damaged."""
+        exact = cache_entry.name_of(key)
+        folders = folders_of(self.root, cache_entry.group_of(key))
+        for folder in sorted(folders, key=lambda folder: folder.name != exact):
+            record = cache_entry.read_record(folder)
+            if isinstance(record, Damaged):
+                return record
+            if record is None:  # another process has just removed it
+                continue
+            if record.differs_from(key):
+                return Damaged(folder, cache_entry.KEY, "it holds another key")
+            if serves(record.about):
+                return self._load(folder, record, load)
+        return None
+
+    def _load(
+        self, folder: Path, record: Record, load: Callable[[Content], T]
+    ) -> Fetched[T] | Damaged:
+        artifact = cache_entry.read_artifact(folder, record)
+        if isinstance(artifact, Damaged):
+            return artifact
         try:
-            value = load(found)
+            value = load(Content(artifact, record.about))
         except Exception as error:
             # Of the loaders of compilers nothing is known. What was stored by this same build
             # of torch and does not load is of no use to anybody.
             log.debug("loading %s failed", folder, exc_info=True)
             reason = f"it does not load: {type(error).__name__}: {error}"
-            return Damaged(folder / cache_entry.ARTIFACT, reason)
+            return Damaged(folder, cache_entry.ARTIFACT, reason)
         with contextlib.suppress(OSError):  # the time of last use matters to eviction only
             os.utime(folder)
         return Fetched(value, is_hit=True)
 
-    def _clear_place(self, folder: Path, found: Damaged | None) -> bool:
-        """Remove what is in the way; what killed processes left of this entry, too."""
-        if found is not None:
-            message = f"{found}; removed and compiled anew"
-            warnings.warn(f"compilation cache: {message}", RuntimeWarning, stacklevel=3)
+    def _has_removed(self, found: Damaged) -> bool:
+        message = f"compilation cache: {found}; removed, and compiled anew if nothing else serves"
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
         try:
-            cache_entry.remove(folder)
-            for path in self.root.glob(f"{folder.name}.*{UNFINISHED}"):
+            cache_entry.remove(found.folder)
+        except OSError as error:
+            self._warn(f"{error}; not stored")
+            return False
+        return True
+
+    def _has_cleared(self, group: str, name: str) -> bool:
+        """Remove what is in the way, and what killed processes left of this group."""
+        try:
+            cache_entry.remove(self.root / name)
+            for path in self.root.glob(f"{group}-*{UNFINISHED}"):
                 cache_entry.remove_unfinished(path)
         except OSError as error:
             self._warn(f"{error}; not stored")
             return False
         return True
 
-    def _store(self, folder: Path, key: Key, artifact: bytes) -> None:
+    def _has_stored(self, key: Key, content: Content) -> bool:
+        folder = self.root / cache_entry.name_of(key)
         try:
-            cache_entry.write(folder, key, artifact)
-            removed = make_room(self.root, self._max_bytes, keep=folder.name)
+            cache_entry.write(folder, key, content)
         except OSError as error:
             self._warn(f"{folder}: {error}; not stored")
+            return False
+        return True
+
+    def _make_room(self, keep: str) -> None:
+        try:
+            removed = make_room(self.root, self._max_bytes, keep=keep)
+        except OSError as error:
+            self._warn(f"{error}; nothing removed")
             return
         if removed:
             names = [entry.name for entry in removed]
             log.info("compilation cache: over %d bytes, removed %s", self._max_bytes, names)
+
+    def _log_miss(self, key: Key) -> None:
+        if not log.isEnabledFor(logging.INFO):  # it reads every key there is
+            return
+        there = {entry.name: entry.record() for entry in entries(self.root)}
+        records = {name: found for name, found in there.items() if isinstance(found, Record)}
+        reasons = "\n  ".join(why_missed(key, records))
+        log.info(
+            "compilation cache: %s is not in %s: %s", cache_entry.name_of(key), self.root, reasons
+        )
 
     def _warn(self, message: str) -> None:
         """Say once what is wrong with the directory: the next entry will have the same."""

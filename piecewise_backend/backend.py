@@ -158,7 +158,9 @@ def _make_compiler(
     if config.compiler == "eager":
         return EagerCompiler()
     patches = dict(config.inductor_compile_config)
-    store = None if config.cache_dir is None else open_store(config.cache_dir)
+    store = None
+    if config.cache_dir is not None:
+        store = open_store(config.cache_dir, max_bytes=config.max_cache_size)
     return InductorCompiler(patches, counters, passes.piece, dump.pass_writer, store)
 
 

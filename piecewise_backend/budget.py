@@ -40,7 +40,7 @@ def memory_limit(name: str, value: object) -> int | float | None:
     Raises:
         ConfigError: something else.
     """
-    found = _number(value) if isinstance(value, str) else value
+    found = amount(value) if isinstance(value, str) else value
     if found is None and value is None:
         return None
     is_bytes = type(found) is int and found >= 1
@@ -53,7 +53,8 @@ def memory_limit(name: str, value: object) -> int | float | None:
     return found  # type: ignore[return-value]
 
 
-def _number(text: str) -> int | float | None:
+def amount(text: str) -> int | float | None:
+    """The number that a text such as `"2GiB"`, `"1000"` or `"0.05"` stands for, if it is one."""
     match = re.fullmatch(r"(\d{1,30}|\d{0,30}\.\d{1,30}) ?(|KiB|MiB|GiB)", text.strip())
     if match is None:
         return None

@@ -4,8 +4,8 @@ In:  the directory.
 Out: its entries; fewer of them.
 Knows nothing of what artifacts are.
 
-An entry is removed by whoever holds its lock, so never while it is being made. A process that has
-loaded one does not need it any more.
+An entry is removed by whoever holds the lock of its group, so never while it is being made. A
+process that has loaded one does not need it any more.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from piecewise_backend import cache_entry
-from piecewise_backend.cache_entry import UNFINISHED, Damaged, Key
+from piecewise_backend.cache_entry import UNFINISHED, Damaged, Record
 from piecewise_backend.file_lock import LockTimeoutError, locked
 
-LOCK = ".lock"
-_NAME = re.compile(r"[0-9a-f]{32}")
+_LOCK = ".lock"
+_NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{8}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,9 +39,19 @@ class Entry:
         """What it is found by."""
         return self.folder.name
 
-    def key(self) -> Key | Damaged | None:
+    def record(self) -> Record | Damaged | None:
         """What it was stored under."""
-        return cache_entry.read_key(self.folder)
+        return cache_entry.read_record(self.folder)
+
+
+def lock_of(root: Path, group: str) -> Path:
+    """Who makes or removes an entry of a group holds this."""
+    return root / (group + _LOCK)
+
+
+def folders_of(root: Path, group: str) -> list[Path]:
+    """The entries of a group, last used first."""
+    return sorted(_named(root, group), key=_last_used, reverse=True)
 
 
 def entries(root: Path) -> tuple[Entry, ...]:
@@ -78,9 +88,15 @@ def clear(root: Path) -> tuple[Entry, ...]:
     return tuple(entry for entry in entries(root) if _remove(entry.folder))
 
 
-def _named(root: Path) -> Iterator[Path]:
-    if root.is_dir():
-        yield from (path for path in root.iterdir() if _NAME.fullmatch(path.name))
+def _named(root: Path, group: str = "") -> Iterator[Path]:
+    return (path for path in root.glob(f"{group}*") if _NAME.fullmatch(path.name))
+
+
+def _last_used(folder: Path) -> float:
+    try:
+        return folder.lstat().st_mtime
+    except FileNotFoundError:  # another process has just removed it
+        return 0.0
 
 
 def _entry(folder: Path) -> Entry | None:
@@ -94,7 +110,7 @@ def _entry(folder: Path) -> Entry | None:
 
 
 def _remove(folder: Path) -> bool:
-    lock = folder.with_suffix(LOCK)
+    lock = lock_of(folder.parent, _group(folder))
     try:
         with locked(lock, seconds=0):
             cache_entry.remove(folder)
@@ -105,11 +121,14 @@ def _remove(folder: Path) -> bool:
 
 
 def _remove_unfinished(root: Path) -> None:
-    """Remove what killed processes left: nobody holds the lock of its entry."""
+    """Remove what killed processes left: nobody holds the lock of its group."""
     for path in root.glob(f"*{UNFINISHED}"):
-        lock = root / (path.name.partition(".")[0] + LOCK)
         try:
-            with locked(lock, seconds=0):
+            with locked(lock_of(root, _group(path)), seconds=0):
                 cache_entry.remove_unfinished(path)
         except LockTimeoutError:
             continue
+
+
+def _group(path: Path) -> str:
+    return path.name.partition("-")[0]

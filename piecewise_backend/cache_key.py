@@ -85,36 +85,7 @@ def piece_key(
     }
 
 
-def explain(one: Any, other: Any, where: str = "") -> tuple[str, ...]:
-    """What differs between two keys, one line each: `torch.version: '2.13.0' -> '2.14.1'`."""
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        names = sorted(one.keys() | other.keys())
-        pairs = [(str(name), one.get(name, _ABSENT), other.get(name, _ABSENT)) for name in names]
-    elif isinstance(one, list) and isinstance(other, list):
-        longest = range(max(len(one), len(other)))
-        both = [[*values, *[_ABSENT] * (len(longest) - len(values))] for values in (one, other)]
-        pairs = [(str(i), both[0][i], both[1][i]) for i in longest]
-    else:
-        is_same = type(one) is type(other) and one == other
-        return () if is_same else (f"{where}: {_shown(one)} -> {_shown(other)}",)
-    found = (explain(a, b, f"{where}.{name}" if where else name) for name, a, b in pairs)
-    return tuple(line for lines in found for line in lines)
-
-
-class _Absent:
-    """Stands for what is in one key only."""
-
-    def __repr__(self) -> str:
-        return "(absent)"
-
-
-_ABSENT = _Absent()
 _HIDDEN = "composite, without a body that torch shows"
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _input(ref: Any) -> str:

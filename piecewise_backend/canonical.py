@@ -37,6 +37,8 @@ class Structure:
     """Those that could have been inputs."""
     hoisted: tuple[int, ...]
     """Which ones are, in the order of all."""
+    outputs: tuple[str, ...]
+    """The dtype, device and shape of each."""
     only_here: tuple[str, ...]
     """Parts that another process could not recognise, functions without a name for example."""
 
@@ -80,8 +82,9 @@ def identify(pieces: Sequence[Piece]) -> tuple[Instance, ...]:
         first = described[members[0]]
         kept = tuple(s.typed for i, s in enumerate(first.slots) if i not in varying)
         module = hoisting.hoist(pieces[members[0]].module, [first.slots[i] for i in varying])
-        nodes, only_here = tuple(repr(node) for node in skeleton), first.only_here
-        structure = Structure(nodes, tuple(map(repr, kept)), varying, only_here)
+        nodes = tuple(repr(node) for node in skeleton)
+        constants = tuple(map(repr, kept))
+        structure = Structure(nodes, constants, varying, first.outputs, first.only_here)
         distinct: DistinctPiece | None = None
         for member in members:
             slots = [described[member].slots[i] for i in varying]
@@ -107,12 +110,16 @@ class _Description:
     """Everything but the values of the slots."""
     slots: tuple[hoisting.Slot, ...]
     """The constants that could be inputs, in order."""
+    outputs: tuple[str, ...]
     only_here: tuple[str, ...]
     """What is told apart by identity."""
 
 
 def _describe(piece: Piece) -> _Description:
-    return _Describer(piece.module, piece.inputs).run()
+    describer = _Describer(piece.module, piece.inputs)
+    description = describer.run()
+    outputs = tuple(describer.kind(piece.examples[name]) for name in piece.outputs)
+    return dataclasses.replace(description, outputs=outputs)
 
 
 class _Describer:
@@ -132,7 +139,12 @@ class _Describer:
         for position, node in enumerate(self.module.graph.nodes):
             self.positions[node] = position
             records.append(self._record(node))
-        return _Description(tuple(records), tuple(self.slots), tuple(self.only_here))
+        return _Description(tuple(records), tuple(self.slots), (), tuple(self.only_here))
+
+    def kind(self, example: torch.Tensor) -> str:
+        """What a tensor is, in a few words."""
+        sizes = ", ".join(self._number(size) for size in example.shape)
+        return f"{example.dtype} {example.device} [{sizes}]"
 
     def _record(self, node: fx.Node) -> tuple[Any, ...]:
         if node.op == "placeholder":

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from piecewise_backend import option_checks
-from piecewise_backend.cache_contents import Entry, clear, entries
-from piecewise_backend.cache_entry import Damaged, Key
-from piecewise_backend.cache_key import explain
+from piecewise_backend.cache_contents import clear, entries
+from piecewise_backend.cache_entry import Damaged, Record
+from piecewise_backend.cache_misses import why_missed
 from piecewise_backend.config import Config
-
-_MOST_DIFFERENCES = 12
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,7 +49,7 @@ def _list(root: Path, given: argparse.Namespace) -> Iterator[str]:
     there, now = entries(root), time.time()
     for entry in there:
         ages = f"made {_ago(now - entry.made)}, used {_ago(now - entry.used)}"
-        yield f"{entry.name[:12]}  {_size(entry.num_bytes):>9}  {ages}  {_summary(entry.key())}"
+        yield f"{entry.name}  {_size(entry.num_bytes):>9}  {ages}  {_summary(entry.record())}"
     if there:
         total = _size(sum(entry.num_bytes for entry in there))
         yield f"{len(there)} entries, {total} in {root}"
@@ -59,21 +57,14 @@ def _list(root: Path, given: argparse.Namespace) -> Iterator[str]:
 
 def _explain(root: Path, given: argparse.Namespace) -> Iterator[str]:
     """Why an entry had to be made: how it differs from the one most like it that was there."""
-    keys = {entry: key for entry in entries(root) if isinstance(key := entry.key(), Mapping)}
-    wanted = [entry for entry in keys if entry.name.startswith(given.entry)]
+    records = {e: found for e in entries(root) if isinstance(found := e.record(), Record)}
+    wanted = [entry for entry in records if entry.name.startswith(given.entry)]
     if not wanted:
         return
     entry = max(wanted, key=lambda entry: entry.made)
-    earlier = [other for other in keys if other.made < entry.made]
-    yield f"{entry.name[:12]}  {_summary(keys[entry])}"
-    if not earlier:
-        yield "is the first entry: nothing was there that could have served"
-        return
-    nearest, differences = _nearest(keys[entry], {other: keys[other] for other in earlier})
-    yield f"is most like {nearest.name[:12]}, which could not serve because of"
-    yield from (f"  {line}" for line in differences[:_MOST_DIFFERENCES])
-    if (more := len(differences) - _MOST_DIFFERENCES) > 0:
-        yield f"  and {more} more"
+    yield f"{entry.name}  {_summary(records[entry])}"
+    earlier = {other.name: records[other] for other in records if other.made < entry.made}
+    yield from why_missed(records[entry].key, earlier)
 
 
 def _clear(root: Path, given: argparse.Namespace) -> Iterator[str]:
@@ -91,20 +82,15 @@ _HELP = {
 }
 
 
-def _nearest(key: Key, others: Mapping[Entry, Key]) -> tuple[Entry, tuple[str, ...]]:
-    """The entry with the fewest differences, and those."""
-    found = {other: explain(its_key, key) for other, its_key in others.items()}
-    nearest = min(found, key=lambda other: len(found[other]))
-    return nearest, found[nearest]
-
-
-def _summary(key: Key | Damaged | None) -> str:
-    if not isinstance(key, Mapping):
-        return str(key or "removed meanwhile")
-    known: Any = {"piece": {}, "sizes": [], "torch": {}, "machine": {}} | dict(key)
+def _summary(record: Record | Damaged | None) -> str:
+    if not isinstance(record, Record):
+        return str(record or "removed meanwhile")
+    known: Any = {"piece": {}, "sizes": [], "torch": {}, "machine": {}} | dict(record.key)
     device, version = known["machine"].get("device"), known["torch"].get("version")
     nodes = len(known["piece"].get("nodes", ()))
-    return f"{nodes} nodes at sizes {known['sizes']}, {device}, torch {version}"
+    conditions = " and ".join(record.about.get("conditions", ()))
+    where = f" where {conditions}" if conditions else ""
+    return f"{nodes} nodes at sizes {known['sizes']}{where}, {device}, torch {version}"
 
 
 def _ago(seconds: float) -> str:

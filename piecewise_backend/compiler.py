@@ -22,6 +22,7 @@ import sympy
 
 from piecewise_backend import _torch
 from piecewise_backend.artifact_store import ArtifactStore, Fetched, Made
+from piecewise_backend.cache_entry import Content
 from piecewise_backend.cache_key import Uncacheable, piece_key
 from piecewise_backend.canonical import DistinctPiece
 from piecewise_backend.counters import CompilationCounter
@@ -29,7 +30,7 @@ from piecewise_backend.fakes import fake_inputs
 from piecewise_backend.passes import PassList, Write
 from piecewise_backend.post_grad import PostGrad
 from piecewise_backend.steps import Host
-from piecewise_backend.version import Numbers, Version, loaded, stored
+from piecewise_backend.version import Numbers, Version, loaded, num_sizes, serves, stored
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +136,7 @@ class InductorCompiler:
             records = with_passes.records()
             return Version(call, lambda sizes: env.holds(conditions, sizes), conditions, records)
 
-        if self._store is None:
+        if self._store is None or with_passes.has_dumps:
             return compile_now()
         key = piece_key(piece, numbers, patches, special.limits)
         if isinstance(key, Uncacheable):
@@ -144,9 +145,11 @@ class InductorCompiler:
 
         def make() -> Made[Version]:
             version = compile_now()
-            return Made(version, stored(version, num_sizes(piece)))
+            return Made(version, stored(version, piece))
 
-        fetched = self._store.fetch(key, make, loaded)
+        fetched = self._store.fetch(
+            key, make, lambda content: loaded(content, piece), lambda about: serves(about, numbers)
+        )
         if fetched.is_hit:
             self._counters.add(num_artifacts_loaded=1)
         return fetched.value
@@ -172,11 +175,18 @@ class InductorCompiler:
             for one in tried
         }
 
+        sizes = list(numbers[: num_sizes(piece)])
+
         def make() -> Made[T]:
             decision = decide()
-            return Made(load(decision), decision)
+            return Made(load(decision), Content(decision, {"sizes": sizes}))
 
-        return self._store.fetch({**key, "decision among": wanted}, make, load)
+        return self._store.fetch(
+            {**key, "decision among": wanted},
+            make,
+            lambda content: load(content.artifact),
+            lambda about: bool(about["sizes"] == sizes),
+        )
 
 
 def _inputs(
@@ -198,8 +208,3 @@ def _inputs(
             constant=lambda _: env.symint(env.symbol(next(hints))),
         )
     return inputs, env
-
-
-def num_sizes(piece: DistinctPiece) -> int:
-    """How many of the integer inputs of a piece are sizes; they come first."""
-    return sum(isinstance(ref, Host) for ref in piece.inputs)

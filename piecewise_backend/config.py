@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from piecewise_backend import option_checks
+from piecewise_backend.artifact_store import MAX_BYTES
 from piecewise_backend.batch import CUDAGraphMode, default_capture_sizes
 from piecewise_backend.budget import memory_limit
 from piecewise_backend.errors import ConfigError
@@ -129,6 +130,10 @@ class Config:
     cache_dir: Path | None = None
     """Where compiled pieces are kept for other processes; "default" is `piecewise_backend` in the
     user's cache directory. None, or "off": nowhere."""
+
+    max_cache_size: int = MAX_BYTES
+    """Most bytes that `cache_dir` may take, or text such as "4GiB": entries that were used least
+    recently are removed."""
 
     level: int = 3
     """0: no compilation (`pw.compile` only). 1: graphs run as Dynamo traced them, guards kept.
@@ -285,6 +290,7 @@ _CHECKS = {
     "max_graph_memory": memory_limit,
     "dump_dir": option_checks.path,
     "cache_dir": option_checks.cache_dir,
+    "max_cache_size": option_checks.cache_size,
     "pass_config": option_checks.pass_config,
     "passes": option_checks.passes,
 }

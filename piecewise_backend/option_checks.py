@@ -14,6 +14,7 @@ from typing import Any
 
 from piecewise_backend import _torch
 from piecewise_backend.batch import CUDAGraphMode
+from piecewise_backend.budget import amount
 from piecewise_backend.errors import ConfigError
 from piecewise_backend.passes import Pass, as_pass
 
@@ -125,6 +126,17 @@ def cache_dir(name: str, value: Any) -> Path | None:
     if not isinstance(value, str | os.PathLike) or not value:
         raise ConfigError(f"{name}={value!r}; give a path, 'default', or 'off'")
     return Path(value).expanduser()
+
+
+def cache_size(name: str, value: Any) -> int:
+    """Bytes, as a number or as text."""
+    found = amount(value) if isinstance(value, str) else value
+    if type(found) is not int or found < 1:
+        raise ConfigError(
+            f"{name}={value!r}; give bytes, at least 1, or text such as '4GiB' or '512MiB'; "
+            "cache_dir='off' keeps nothing"
+        )
+    return found
 
 
 def pass_config(name: str, value: Any) -> tuple[tuple[str, bool], ...]:

@@ -34,6 +34,11 @@ class PostGrad:
         self._runs: list[tuple[PassRecord, ...]] = []
         self._counted = _torch.inductor_counts(_COUNTER)
 
+    @property
+    def has_dumps(self) -> bool:
+        """It has to run: what was compiled before is of no use. See Note [Cached results]."""
+        return self._write is not None
+
     def patches(self) -> dict[str, object]:
         """The Inductor options that make it run the passes."""
         # Without passes too: the key keeps what was compiled here (see `_torch.inductor`) apart.

@@ -5,23 +5,32 @@ Out: bytes; a version that was not.
 Knows nothing of where they are kept.
 
 Note [Kept versions]
-Bytes are a line of JSON - the conditions on sizes, and what the passes matched - and Inductor's
-artifact. Conditions are Python expressions over the integer inputs by position, so they hold in
-any process. One that speaks of a hoisted constant would not: of those that are no numbers the
-input is an index into a table of the process. Such a version is not kept.
+Beside Inductor's artifact are kept the conditions on sizes, what the passes matched, and the kinds
+of the outputs. Conditions are Python expressions over the integer inputs by position, so they hold
+in any process, and serve to find a version for sizes that it was not compiled with. One that
+speaks of a hoisted constant would not: of those that are no numbers the input is an index into a
+table of the process. Such a version is not kept.
+
+Note [Loaded versions]
+What a piece takes and returns is known when its artifact is loaded, so an artifact of another
+piece does not get as far as being called: how many inputs and outputs it has is read from itself,
+dtypes, devices and shapes of the outputs from beside it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from piecewise_backend import _torch
+from piecewise_backend.cache_entry import Content
+from piecewise_backend.canonical import DistinctPiece
 from piecewise_backend.passes import PassRecord
+from piecewise_backend.steps import Host
 
 Call = Callable[..., Sequence[torch.Tensor]]
 Numbers = tuple[int, ...]
@@ -40,30 +49,52 @@ class Version:
     """What the passes did, in their order."""
 
 
-def stored(version: Version, num_sizes: int) -> bytes | None:
+def num_sizes(piece: DistinctPiece) -> int:
+    """How many of the integer inputs of a piece are sizes; they come first."""
+    return sum(isinstance(ref, Host) for ref in piece.inputs)
+
+
+def stored(version: Version, piece: DistinctPiece) -> Content | None:
     """A version as bytes; None if torch cannot store it, or if it is of use to this process only.
 
     See Note [Kept versions].
-
-    Args:
-        num_sizes: how many of its integer inputs are sizes; they come first.
     """
     named = re.findall(r"L\['t(\d+)'\]", " ".join(version.conditions))
-    if any(int(position) >= num_sizes for position in named):
+    if any(int(position) >= num_sizes(piece) for position in named):
         return None
     artifact = _torch.artifact_bytes(version.call)
     if artifact is None:
         return None
-    matches = [(record.name, record.matches) for record in version.passes]
-    head = json.dumps({"conditions": version.conditions, "matches": matches})
-    return head.encode() + b"\n" + artifact
+    about = {
+        "conditions": list(version.conditions),
+        "matches": [[record.name, record.matches] for record in version.passes],
+        "outputs": list(piece.structure.outputs),
+    }
+    return Content(artifact, about)
 
 
-def loaded(data: bytes) -> Version:
-    """The version that `stored` made bytes of."""
-    head, _, artifact = data.partition(b"\n")
-    known = json.loads(head)
-    conditions, env = tuple(known["conditions"]), _torch.SizeEnv()
-    records = tuple(PassRecord(name, matches, None) for name, matches in known["matches"])
-    call = _torch.load_artifact(artifact)
+def serves(about: Mapping[str, Any], numbers: Numbers) -> bool:
+    """Whether a version of which `stored` said this is valid for these sizes."""
+    return _torch.SizeEnv().holds(about["conditions"], numbers) is None
+
+
+def loaded(content: Content, piece: DistinctPiece) -> Version:
+    """The version of a piece that `stored` made bytes of.
+
+    Raises:
+        ValueError: it is of another piece. See Note [Loaded versions].
+    """
+    outputs, expected = content.about["outputs"], list(piece.structure.outputs)
+    if outputs != expected:
+        raise ValueError(f"it returns {outputs}, but the piece {expected}")
+    call = _torch.load_artifact(content.artifact)
+    arity, expected_arity = _torch.arity(call), (len(piece.inputs), len(expected))
+    if arity != expected_arity:
+        raise ValueError(
+            "it takes {} inputs and returns {} outputs, but the piece {} and {}".format(
+                *arity, *expected_arity
+            )
+        )
+    conditions, env = tuple(content.about["conditions"]), _torch.SizeEnv()
+    records = tuple(PassRecord(name, matches, None) for name, matches in content.about["matches"])
     return Version(call, lambda sizes: env.holds(conditions, sizes), conditions, records)

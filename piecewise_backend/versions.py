@@ -16,9 +16,9 @@ import sympy
 
 from piecewise_backend.artifact_store import Fetched
 from piecewise_backend.canonical import DistinctPiece
-from piecewise_backend.compiler import PieceCompiler, Specialization, num_sizes
+from piecewise_backend.compiler import PieceCompiler, Specialization
 from piecewise_backend.steps import Constant, Host
-from piecewise_backend.version import Call, Numbers, Version
+from piecewise_backend.version import Call, Numbers, Version, num_sizes
 
 log = logging.getLogger(__name__)
 

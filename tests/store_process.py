@@ -1,16 +1,35 @@
 """A process that shares a cache directory with others: `python -m tests.store_process`.
 
-Arguments: the directory, a file to note each making in, what to do, the names of the keys.
+Arguments: the directory, a file to note each making in, what to do, the names of the keys. A name
+may end in a size, as `a:5`: what is made for it serves sizes of the same parity.
 """
 
 import os
+import resource
 import signal
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from piecewise_backend import cache_entry
 from piecewise_backend.artifact_store import ArtifactStore, Made
+from piecewise_backend.cache_entry import Content
+
+Recipe = tuple[
+    Callable[[], Made[bytes]], Callable[[Content], bytes], Callable[[Mapping[str, Any]], bool]
+]
+
+
+def recipe(made: bytes, size: int = 0) -> Recipe:
+    """What `ArtifactStore.fetch` takes beside a key, for bytes that are their own artifact."""
+    content = Content(made, {"conditions": [f"size % 2 == {size % 2}"]} if size else {})
+    return (
+        lambda: Made(made, content),
+        lambda found: found.artifact,
+        lambda about: about == content.about,
+    )
 
 
 def artifact_of(name: str) -> bytes:
@@ -18,23 +37,36 @@ def artifact_of(name: str) -> bytes:
     return f"artifact of {name}".encode() * 100
 
 
+def die() -> None:
+    """At once, and without any handler."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main() -> None:
     """Fetch every key once and print what came of it."""
     root, notes, action, *names = sys.argv[1:]
-    if action == "die while writing":
-        cache_entry._sync = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
-    for name in names:
+    store = ArtifactStore(Path(root))
+    if action == "die before renaming":
+        cache_entry._sync = lambda folder: die()
+    if action == "die in a file":
+        cache_entry._write_file = lambda path, content: (path.write_bytes(content[:99]), die())
+    for given in names:
+        name, _, size = given.partition(":")
+        make, load, serves = recipe(artifact_of(name), int(size or 0))
 
-        def make(name: str = name) -> Made[bytes]:
+        def noted(given: str = given, make: Callable[[], Made[bytes]] = make) -> Made[bytes]:
             with open(notes, "a") as file:
-                file.write(f"{name}\n")
+                file.write(f"{given}\n")
             if action == "die while making":
-                os.kill(os.getpid(), signal.SIGKILL)
+                die()
+            if action == "no room":  # the disk is full in the middle of the artifact
+                resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))
             time.sleep(0.2)
-            return Made(artifact_of(name), artifact_of(name))
+            return make()
 
-        found = ArtifactStore(Path(root)).fetch({"name": name}, make, bytes)
-        print(name, found.is_hit, found.value == artifact_of(name))
+        key = {"name": name} | ({"sizes": [int(size)]} if size else {})
+        found = store.fetch(key, noted, load, serves)
+        print(given, found.is_hit, found.value == artifact_of(name))
 
 
 if __name__ == "__main__":

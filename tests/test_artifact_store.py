@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 import signal
@@ -19,17 +20,17 @@ import pytest
 
 from piecewise_backend import cache_contents, cache_entry, trust
 from piecewise_backend.artifact_store import ArtifactStore, Fetched, Made, open_store
-from piecewise_backend.cache_entry import name_of
+from piecewise_backend.cache_entry import ARTIFACT, Content, Damaged, Record, group_of, name_of
 from piecewise_backend.errors import ConfigError
 from piecewise_backend.file_lock import LockTimeoutError, locked
-from tests.store_process import artifact_of
+from tests.store_process import artifact_of, recipe
 
 KEY = {"name": "one", "list": [1, 2.5, None], "nested": {"b": 1, "a": 2}}
 PROJECT = Path(__file__).parents[1]
 
 
 def fetch(store: ArtifactStore, key: Any = KEY, made: bytes = b"made now") -> Fetched[bytes]:
-    return store.fetch(key, lambda: Made(made, made), bytes)
+    return store.fetch(key, *recipe(made))
 
 
 @pytest.fixture
@@ -62,16 +63,74 @@ def test_the_order_of_a_key_does_not_matter(store: ArtifactStore, folder: Path) 
 def test_the_key_beside_the_artifact_counts_not_its_hash(
     store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_entry, "name_of", lambda key: "0" * 32)
+    monkeypatch.setattr(cache_entry, "_hash", lambda text: "0" * 64)
     fetch(store, {"name": "one"}, b"of one")
     with pytest.warns(RuntimeWarning, match="holds another key"):
         assert fetch(store, {"name": "two"}, b"of two") == Fetched(b"of two", is_hit=False)
     assert fetch(store, {"name": "two"}) == Fetched(b"of two", is_hit=True)
 
 
+def sized(size: int) -> dict[str, Any]:
+    return {**KEY, "sizes": [size]}
+
+
+def fetch_for(store: ArtifactStore, size: int) -> Fetched[bytes]:
+    """What was made for a size serves sizes of the same parity."""
+    return store.fetch(sized(size), *recipe(f"made for {size}".encode(), size))
+
+
+def test_what_was_made_for_other_sizes_serves_where_its_maker_says_so(store: ArtifactStore) -> None:
+    assert [fetch_for(store, size).is_hit for size in (5, 7, 6, 8)] == [False, True, False, True]
+    again = ArtifactStore(store.root)
+    assert fetch_for(again, 9) == Fetched(b"made for 5", is_hit=True)
+    assert fetch_for(again, 2) == Fetched(b"made for 6", is_hit=True)
+    assert {entry.name for entry in cache_contents.entries(store.root)} == {
+        name_of(sized(5)), name_of(sized(6)),
+    }  # fmt: skip
+
+
+def test_what_was_made_for_these_sizes_comes_first_then_what_was_used_last(
+    store: ArtifactStore,
+) -> None:
+    for size, age in ((1, 1000), (3, 1002), (5, 1001)):
+        make, load, _ = recipe(f"made for {size}".encode(), size)
+        store.fetch(sized(size), make, load, lambda about: False)
+        os.utime(store.root / name_of(sized(size)), (age, age))
+    assert fetch_for(store, 7).value == b"made for 3"
+    assert fetch_for(store, 1).value == b"made for 1"
+
+
+def test_of_a_damaged_and_a_sound_version_the_sound_one_serves(store: ArtifactStore) -> None:
+    for size in (1, 3):
+        make, load, _ = recipe(b"sound", 1)
+        store.fetch(sized(size), make, load, lambda about: False)
+    damaged = store.root / name_of(sized(1)) / ARTIFACT
+    _truncate(damaged)
+    with pytest.warns(RuntimeWarning, match=f"{damaged}: .*removed") as warned:
+        assert fetch_for(store, 1) == Fetched(b"sound", is_hit=True)
+    assert len(warned) == 1
+    assert [e.name for e in cache_contents.entries(store.root)] == [name_of(sized(3))]
+
+
+def test_a_miss_says_what_is_nearest_and_what_differs(
+    store: ArtifactStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "piecewise_backend")
+    fetch_for(store, 5)
+    fetch_for(store, 6)
+    fetch(store, {**sized(5), "name": "two"})
+    fetch_for(store, 7)
+    first, other_size, other_name = [record.getMessage() for record in caplog.records]
+    assert first.endswith("nothing was there that could have served")
+    assert f"is most like {name_of(sized(5))}" in other_size
+    assert "sizes: [5] -> [6]; it serves where size % 2 == 1" in other_size
+    assert "name: 'one' -> 'two'" in other_name
+    assert "sizes" not in other_name
+
+
 def test_what_cannot_be_stored_is_made_each_time(store: ArtifactStore) -> None:
     for value in ("first", "second"):
-        found = store.fetch(KEY, lambda value=value: Made(value, None), bytes.decode)
+        found = store.fetch(KEY, lambda value=value: Made(value, None), str, bool)
         assert found == Fetched(value, is_hit=False)
     assert cache_contents.entries(store.root) == ()
 
@@ -81,7 +140,7 @@ def test_what_making_raises_is_raised_and_leaves_nothing(store: ArtifactStore) -
         raise OSError("of the compiler")
 
     with pytest.raises(OSError, match="of the compiler"):
-        store.fetch(KEY, fails, bytes)
+        store.fetch(KEY, fails, *recipe(b"")[1:])
     assert not fetch(store).is_hit
     assert fetch(store).is_hit
 
@@ -111,7 +170,7 @@ def _writable_for_all(path: Path) -> None:
 DAMAGES = [_truncate, _empty, Path.unlink, _make_a_folder, _link, _writable_for_all]
 
 
-@pytest.mark.parametrize("file", [cache_entry.ARTIFACT, cache_entry.KEY])
+@pytest.mark.parametrize("file", [ARTIFACT, cache_entry.KEY])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_entry_is_named_once_and_made_again(
     store: ArtifactStore, folder: Path, file: str, damage: Any
@@ -125,31 +184,38 @@ def test_a_damaged_entry_is_named_once_and_made_again(
     assert fetch(store) == Fetched(b"made now", is_hit=True)
 
 
-@pytest.mark.parametrize("file", [cache_entry.ARTIFACT, cache_entry.KEY])
-def test_no_flipped_bit_gives_another_artifact(folder: Path, file: str) -> None:
+@pytest.mark.parametrize("file", [ARTIFACT, cache_entry.KEY])
+def test_no_flipped_bit_gives_another_artifact(store: ArtifactStore, file: str) -> None:
+    assert not fetch_for(store, 5).is_hit
+    folder = store.root / name_of(sized(5))
     original = (folder / file).read_bytes()
     damaged = 0
     for position in range(len(original)):
         changed = bytearray(original)
         changed[position] ^= 1 << position % 8
         (folder / file).write_bytes(changed)
-        found = cache_entry.read(folder, KEY)
-        damaged += isinstance(found, cache_entry.Damaged)
-        assert isinstance(found, cache_entry.Damaged) or found == b"made before"
+        record = found = cache_entry.read_record(folder)
+        if isinstance(record, Record):
+            assert (record.key, record.about) == (sized(5), {"conditions": ["size % 2 == 1"]})
+            found = cache_entry.read_artifact(folder, record)
+        damaged += isinstance(found, Damaged)
+        assert isinstance(found, Damaged) or found == b"made for 5"
     spaces = original.count(b" ") + original.count(b"\n") if file == cache_entry.KEY else 0
     assert damaged >= len(original) - spaces  # a space may become another kind of space
 
 
 def test_an_entry_that_does_not_load_is_made_again(store: ArtifactStore, folder: Path) -> None:
-    def load(artifact: bytes) -> bytes:
-        if artifact == b"made before":
+    def load(content: Content) -> bytes:
+        if content.artifact == b"made before":
             raise ValueError("of another age")
-        return artifact
+        return content.artifact
 
-    with pytest.warns(RuntimeWarning, match="ValueError: of another age"):
-        found = store.fetch(KEY, lambda: Made(b"new", b"new"), load)
-    assert found == Fetched(b"new", is_hit=False)
-    assert store.fetch(KEY, lambda: Made(b"newer", b"newer"), load) == Fetched(b"new", is_hit=True)
+    def fetch_with(made: bytes) -> Fetched[bytes]:
+        return store.fetch(KEY, lambda: Made(made, Content(made)), load, lambda about: True)
+
+    with pytest.warns(RuntimeWarning, match=f"{folder / ARTIFACT}.*ValueError: of another age"):
+        assert fetch_with(b"new") == Fetched(b"new", is_hit=False)
+    assert fetch_with(b"newer") == Fetched(b"new", is_hit=True)
 
 
 @pytest.mark.parametrize("function", ["mkdtemp", "fsync", "rename"])
@@ -284,41 +350,48 @@ def test_a_group_that_others_are_in_is_refused(
     assert (reason is None) == (members == [])
 
 
-def processes(root: Path, notes: Path, action: str, names: list[str], count: int) -> list[str]:
-    """Run processes at the same time; returns what each printed."""
-    command = [sys.executable, "-m", "tests.store_process", root, notes, action, *names]
-    started = [
-        subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, text=True)
-        for _ in range(count)
-    ]
-    return [process.communicate(timeout=120)[0] for process in started]
+def processes(root: Path, notes: Path, action: str, *names: list[str]) -> list[tuple[str, str]]:
+    """Run processes at the same time, one for each list; returns what each printed."""
+    root.mkdir(mode=0o700)
+    command = [sys.executable, "-m", "tests.store_process", root, notes, action]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = [subprocess.Popen([*command, *n], cwd=PROJECT, **pipes) for n in names]
+    return [process.communicate(timeout=300) for process in started]
 
 
 def test_processes_on_an_empty_directory_make_each_entry_once(tmp_path: Path) -> None:
     root, notes = tmp_path / "cache", tmp_path / "notes"
-    root.mkdir(mode=0o700)
-    printed = processes(root, notes, "make", ["a", "b"], count=4)
-    lines = [line.split() for text in printed for line in text.splitlines()]
-    assert Counter(notes.read_text().split()) == {"a": 1, "b": 1}
-    assert Counter((name, is_hit) for name, is_hit, _ in lines) == {
-        ("a", "False"): 1, ("a", "True"): 3, ("b", "False"): 1, ("b", "True"): 3,
-    }  # fmt: skip
+    names = [["a", "b", f"c:{size}"] for size in (4, 5, 6, 7)]
+    printed = processes(root, notes, "make", *names)
+    lines = [line.split() for text, _ in printed for line in text.splitlines()]
+    made = notes.read_text().split()
+    assert sorted(name.partition(":")[0] for name in made) == ["a", "b", "c", "c"]
+    assert {int(name[2:]) % 2 for name in made if ":" in name} == {0, 1}
+    assert Counter(is_hit for _, is_hit, _ in lines) == {"False": 4, "True": 8}
     assert all(is_right == "True" for *_, is_right in lines)
 
 
-@pytest.mark.parametrize("moment", ["die while making", "die while writing"])
+def test_a_disk_that_is_full_in_the_middle_of_a_file_is_one_warning(tmp_path: Path) -> None:
+    root = tmp_path / "cache"
+    ((printed, warned),) = processes(root, tmp_path / "notes", "no room", ["a", "b", "c"])
+    assert printed.splitlines() == [f"{name} False True" for name in "abc"]
+    assert warned.count("RuntimeWarning") == 1
+    assert "File too large; not stored" in warned
+    assert {path.suffix for path in root.iterdir()} == {".lock"}
+
+
+@pytest.mark.parametrize("moment", ["die while making", "die in a file", "die before renaming"])
 def test_a_killed_writer_blocks_nobody_and_leaves_nothing(tmp_path: Path, moment: str) -> None:
     root, notes = tmp_path / "cache", tmp_path / "notes"
-    root.mkdir(mode=0o700)
-    assert processes(root, notes, moment, ["a"], count=1) == [""]
+    assert processes(root, notes, moment, ["a"]) == [("", "")]
     left = [path.name for path in root.iterdir() if path.suffix == ".tmp"]
-    assert len(left) == (moment == "die while writing")
+    assert len(left) == (moment != "die while making")
     store = ArtifactStore(root, lock_seconds=5)
-    found = store.fetch({"name": "a"}, lambda: Made(b"mine", b"mine"), bytes)
+    found = fetch(store, {"name": "a"}, b"mine")
     assert found == Fetched(b"mine", is_hit=False)
-    assert sorted(path.name for path in root.iterdir()) == [
-        name_of({"name": "a"}), f"{name_of({'name': 'a'})}.lock",
-    ]  # fmt: skip
+    assert {path.name for path in root.iterdir()} == {
+        name_of({"name": "a"}), f"{group_of({'name': 'a'})}.lock",
+    }  # fmt: skip
 
 
 def test_a_killed_holder_lets_the_waiting_process_go_on(tmp_path: Path) -> None:
@@ -363,7 +436,7 @@ def test_who_waited_for_a_removed_lock_starts_over(tmp_path: Path) -> None:
 
 def test_a_lock_that_stays_taken_means_compiling_alone(store: ArtifactStore) -> None:
     impatient = ArtifactStore(store.root, lock_seconds=0.1)
-    lock = store.root / f"{name_of(KEY)}.lock"
+    lock = cache_contents.lock_of(store.root, group_of(KEY))
     with locked(lock, seconds=0), pytest.warns(RuntimeWarning, match="locked by another process"):
         assert fetch(impatient) == Fetched(b"made now", is_hit=False)
     assert cache_contents.entries(store.root) == ()
@@ -392,10 +465,17 @@ def test_the_least_recently_used_entry_goes_first(tmp_path: Path) -> None:
     assert cache_contents.entries(tmp_path)[-1].name == name_of({"name": "c"})
 
 
+def test_versions_of_one_piece_make_room_for_each_other(tmp_path: Path) -> None:
+    store = ArtifactStore(tmp_path, max_bytes=15_000)
+    for size in (1, 2):
+        store.fetch(sized(size), *recipe(bytes(10_000), size))
+    assert [e.name for e in cache_contents.entries(tmp_path)] == [name_of(sized(2))]
+
+
 def test_what_was_just_made_stays_and_what_is_in_use_too(tmp_path: Path) -> None:
     store = ArtifactStore(tmp_path, max_bytes=5_000)
     fetch(store, {"name": "a"}, bytes(10_000))
-    with locked(tmp_path / f"{name_of({'name': 'a'})}.lock", seconds=0):
+    with locked(cache_contents.lock_of(tmp_path, group_of({"name": "a"})), seconds=0):
         fetch(store, {"name": "b"}, bytes(10_000))
         assert fetch(store, {"name": "a"}).is_hit
         assert fetch(store, {"name": "b"}).is_hit

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import linecache
 import os
 import subprocess
 import sys
@@ -17,8 +19,10 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 
 from piecewise_backend.cache_entry import Key
-from piecewise_backend.cache_key import Uncacheable, explain, piece_key
+from piecewise_backend.cache_key import Uncacheable, piece_key
+from piecewise_backend.cache_misses import explain
 from piecewise_backend.canonical import Instance
+from piecewise_backend.passes.keys import content_key
 from tests.helpers import Decoder, rows
 from tests.test_canonical import ALMOST_ALIKE, instances
 
@@ -161,6 +165,95 @@ def test_code_of_an_op_makes_another_key(library: Any, change: Any, named: str) 
     assert explain(before, key(library(**original))) == ()
     (line,) = explain(before, key(library(**change)))
     assert line.startswith(f"called.pwkeys.op.default.{named}: ")
+
+
+KERNELS = """
+import torch, triton, triton.language as tl
+@triton.jit
+def inner(x):
+    return x * 2.0
+@triton.jit
+def kernel(x, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, inner(tl.load(x + at, at < n)), at < n)
+def launch(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    if x.is_cuda:
+        kernel[(1,)](x, out, x.numel(), BLOCK=64)
+    return out
+"""
+
+
+@pytest.fixture
+def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Makes a module of this source. Triton wants it to be a file."""
+
+    def made(source: str) -> Any:
+        path = tmp_path / "pwkernels.py"
+        path.write_text(source)
+        linecache.checkcache(str(path))
+        module = types.ModuleType("pwkernels")
+        monkeypatch.setitem(sys.modules, "pwkernels", module)
+        exec(compile(source, str(path), "exec"), vars(module))
+        return module
+
+    return made
+
+
+CHANGES = {
+    "what it calls": ("x * 2.0", "x * 3.0"),
+    "its body": ("at < n)), at < n", "at < n)), at <= n"),
+}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize("change", [*CHANGES.values(), ("BLOCK=64", "BLOCK=32")])
+def test_the_source_of_a_triton_kernel_that_an_op_launches_makes_another_key(
+    kernels: Callable[[str], Any], change: tuple[str, str]
+) -> None:
+    def key_with(source: str) -> Key:
+        launch = kernels(source).launch
+        op = torch.library.custom_op("pwkeys::launch", launch, mutates_args=())
+        op.register_fake(torch.empty_like)
+        try:
+            return key(lambda x: op(x) + 1)
+        finally:
+            op._lib._destroy()
+
+    before = key_with(KERNELS)
+    assert explain(before, key_with(KERNELS)) == ()
+    (line,) = explain(before, key_with(KERNELS.replace(*change)))
+    assert line.startswith("called.pwkeys.launch.default.any device: ")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_the_source_of_a_triton_kernel_is_its_content(
+    kernels: Callable[[str], Any], change: tuple[str, str]
+) -> None:
+    """What a key has of kernels that the model launches; tracing one needs a GPU."""
+    before, same, other = [
+        content_key((kernels(source).kernel, {"BLOCK": 64}))
+        for source in (KERNELS, KERNELS, KERNELS.replace(*change))
+    ]
+    assert before == same
+    assert before != other
+
+
+def test_an_environment_variable_counts_if_the_trace_shows_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def scaled(x: Tensor) -> Tensor:
+        return x * float(os.environ["PWTEST_SCALE"])
+
+    keys = []
+    for scale, home in (("2.0", "/here"), ("2.0", "/there"), ("3.0", "/there")):
+        monkeypatch.setenv("PWTEST_SCALE", scale)
+        monkeypatch.setenv("HOME", home)
+        keys.append(key(scaled))
+    assert explain(keys[0], keys[1]) == ()
+    (line,) = explain(keys[1], keys[2])
+    assert line.startswith("piece.constants.0: ")
 
 
 def test_code_of_an_op_whose_constants_were_hoisted_counts() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -11,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from piecewise_backend.artifact_store import ArtifactStore, Made
+from piecewise_backend.artifact_store import ArtifactStore
 from piecewise_backend.cache_entry import KEY, name_of
 from piecewise_backend.command_line import main
 from piecewise_backend.config import Config
 from piecewise_backend.errors import ConfigError
+from tests.store_process import recipe
 
 PROJECT = Path(__file__).parents[1]
 
@@ -37,7 +39,7 @@ def root(tmp_path: Path) -> Path:
     """A cache with three entries, made in this order."""
     store = ArtifactStore(tmp_path)
     for age, one in enumerate([FIRST, OTHER_GRAPH, OTHER_TORCH]):
-        store.fetch(one, lambda: Made(b"", bytes(2000)), bytes)
+        store.fetch(one, *recipe(bytes(2000)))
         for file in (tmp_path / name_of(one)).iterdir():
             os.utime(file, (1000 + age, 1000 + age))
     return tmp_path
@@ -53,7 +55,7 @@ def test_list_shows_size_age_and_what_was_compiled(
 ) -> None:
     status, lines = run(capsys, root, "list")
     assert status == 0
-    (line,) = [line for line in lines if line.startswith(name_of(FIRST)[:12])]
+    (line,) = [line for line in lines if line.startswith(name_of(FIRST))]
     assert "2 nodes at sizes [8], some GPU, torch 2.13" in line
     assert "KiB" in line
     assert "d ago, used" in line
@@ -63,7 +65,7 @@ def test_list_shows_size_age_and_what_was_compiled(
 def test_list_shows_what_is_damaged(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / name_of(FIRST) / KEY).write_text("{")
     _, lines = run(capsys, root, "list")
-    (line,) = [line for line in lines if line.startswith(name_of(FIRST)[:12])]
+    (line,) = [line for line in lines if line.startswith(name_of(FIRST))]
     assert "key.json: no JSON" in line
 
 
@@ -72,8 +74,8 @@ def test_explain_names_what_differs_from_the_nearest_entry(
 ) -> None:
     status, lines = run(capsys, root, "explain")
     assert status == 0
-    assert lines[0].startswith(name_of(OTHER_TORCH)[:12])
-    assert name_of(FIRST)[:12] in lines[1]
+    assert lines[0].startswith(name_of(OTHER_TORCH))
+    assert name_of(FIRST) in lines[1]
     assert lines[2:] == ["  torch.version: '2.13' -> '2.14'"]
 
 
@@ -83,7 +85,7 @@ def test_explain_of_the_first_entry_and_of_none(
     status, lines = run(capsys, root, "explain", name_of(FIRST)[:8])
     assert (status, lines[1]) == (
         0,
-        "is the first entry: nothing was there that could have served",
+        "nothing was there that could have served",
     )
     assert run(capsys, root, "explain", "no-such-name") == (1, [f"nothing in {root}"])
 
@@ -137,6 +139,25 @@ def test_what_cache_dir_may_be(
     else:
         monkeypatch.setenv("XDG_CACHE_HOME", xdg)
     assert Config.from_options({"cache_dir": value}).cache_dir == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "num_bytes"), [(1, 1), (2**40, 2**40), ("4GiB", 2**32), ("1.5 MiB", 3 * 2**19)]
+)
+def test_what_max_cache_size_may_be(
+    monkeypatch: pytest.MonkeyPatch, value: Any, num_bytes: int
+) -> None:
+    assert Config.from_options({"max_cache_size": value}).max_cache_size == num_bytes
+    monkeypatch.setenv("PIECEWISE_MAX_CACHE_SIZE", str(value))
+    assert Config.from_options().max_cache_size == num_bytes
+    assert Config.from_options({"max_cache_size": 7}).max_cache_size == 7
+
+
+@pytest.mark.parametrize("value", [0, -1, True, None, 0.5, "0.5", "4 GB", "much", "", [4]])
+def test_what_max_cache_size_may_not_be(value: Any) -> None:
+    expected = rf"max_cache_size={re.escape(repr(value))}; give bytes.* '4GiB'"
+    with pytest.raises(ConfigError, match=expected):
+        Config.from_options({"max_cache_size": value})
 
 
 @pytest.mark.parametrize("value", [3, True, "", ["/there"]])

@@ -15,18 +15,25 @@ import pytest
 import torch
 
 import piecewise_backend as pw
+from piecewise_backend import cache_entry
+from piecewise_backend.artifact_store import ArtifactStore, Fetched, Made
 from piecewise_backend.cache_contents import entries
-from piecewise_backend.cache_entry import ARTIFACT
+from piecewise_backend.cache_entry import ARTIFACT, Content
+from piecewise_backend.compiler import InductorCompiler
 from piecewise_backend.errors import ConfigError
-from piecewise_backend.version import Version, stored
+from piecewise_backend.version import Version, loaded, stored
 from tests.helpers import Decoder, compile, mark_dynamic, rows, same
+from tests.test_canonical import instances
 from tests.warm_process import MODELS
 
 PROJECT = Path(__file__).parents[1]
 
 
-def in_process(cache: Path, home: Path, *models: str) -> dict[str, Any]:
-    """What a process counts that compiles these, without kernels of earlier ones."""
+def start(cache: Path, home: Path, sizes: str, *models: str) -> subprocess.Popen[str]:
+    """A process that compiles these.
+
+    What Inductor and the C++ compiler keep is in `home`; processes that share one save time.
+    """
     home.mkdir(exist_ok=True)
     environment = os.environ | {
         "HOME": str(home),
@@ -34,47 +41,67 @@ def in_process(cache: Path, home: Path, *models: str) -> dict[str, Any]:
         "TORCHINDUCTOR_CACHE_DIR": str(home / "inductor"),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "tests.warm_process", str(cache), *models]
-    done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    command = [sys.executable, "-m", "tests.warm_process", str(cache), sizes, *models]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=home, env=environment, **pipes)
 
 
-def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
-    names = ("decoder", "layered")
-    cold = in_process(tmp_path / "cache", tmp_path / "one", *names)
-    assert cold == {"compiled": 5, "loaded": 0, "is_right": True}
-    shutil.move(tmp_path / "cache", tmp_path / "elsewhere")
-    warm = in_process(tmp_path / "elsewhere", tmp_path / "two", *reversed(names))
-    assert warm == {"compiled": 0, "loaded": 5, "is_right": True}
+def counted(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """What it counts, once it has ended."""
+    printed, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    return json.loads(printed.splitlines()[-1])
 
 
-def test_hoisted_constants_of_a_process_are_its_own(tmp_path: Path) -> None:
-    first = in_process(tmp_path / "cache", tmp_path / "one", "layered")
-    # Another order of names, so that the tables that inputs index into differ.
-    other = "layered with other constants"
-    second = in_process(tmp_path / "cache", tmp_path / "two", other, "layered")
-    assert first["is_right"]
-    assert second == {"compiled": 0, "loaded": 2 * first["compiled"], "is_right": True}
+def in_process(cache: Path, home: Path, sizes: str, *models: str) -> dict[str, Any]:
+    """What a process counts that compiles these."""
+    return counted(start(cache, home, sizes, *models))
 
 
-def test_models_that_differ_in_a_constant_do_not_serve_each_other(tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    assert in_process(cache, tmp_path / "one", "a constant")["compiled"] == 1
-    second = in_process(cache, tmp_path / "two", "another constant", "a constant")
-    assert second == {"compiled": 1, "loaded": 1, "is_right": True}
+def test_processes_compile_each_piece_once_and_a_later_one_nothing(tmp_path: Path) -> None:
+    """At a time on an empty directory; then from a copy, in other order, at other sizes."""
+    cache, names = tmp_path / "cache", ("decoder", "layered")
+    sizes = ("5,2,33", "7,3", "300,4")
+    started = [start(cache, tmp_path / "cold", s, *names) for s in sizes]
+    cold = [counted(process) for process in started]
+    assert sum(found["compiled"] for found in cold) == 5
+    assert sum(found["loaded"] for found in cold) == 10
+    assert all(found["is_right"] for found in cold)
+    shutil.copytree(cache, tmp_path / "elsewhere")
+    shutil.rmtree(cache)
+    # Other names of layers come first, so that the tables that hoisted inputs index into differ.
+    others = ("layered with other constants", "layered", "decoder")
+    warm = in_process(tmp_path / "elsewhere", tmp_path / "warm", "11,2,64", *others)
+    assert warm == {"compiled": 0, "loaded": 7, "is_right": True}
 
 
-def step(cache: Any, name: str = "a constant") -> None:
+def test_models_that_differ_in_little_do_not_serve_each_other(tmp_path: Path) -> None:
+    """And sizes that a stored version excludes get another one, beside it."""
+    cache, home = tmp_path / "cache", tmp_path / "home"
+    first = in_process(cache, home, "5", "a constant", "linear", "graded")
+    assert first == {"compiled": 3, "loaded": 0, "is_right": True}
+    others = ("another constant", "without bias", "wider")
+    names = (*others, "graded", "linear", "a constant")
+    second = in_process(cache, home, "40,50", *names)
+    assert second == {"compiled": 4, "loaded": 2, "is_right": True}
+    third = in_process(cache, home, "7,60", "graded", *others)
+    assert third == {"compiled": 0, "loaded": 5, "is_right": True}
+    versions = [e.record() for e in entries(cache) if "graded" in str(e.record())]
+    assert {record.key["sizes"][0]: record.about["conditions"] for record in versions} == {
+        5: ["L['t0'] <= 16"], 40: ["17 <= L['t0']"],
+    }  # fmt: skip
+
+
+def step(cache: Any, name: str = "a constant", **options: Any) -> None:
     """Compile and call a model anew in this process."""
     torch._dynamo.reset()
-    first_step(cache, name)
+    first_step(cache, name, **options)
 
 
-def first_step(cache: Any, name: str = "a constant") -> None:
+def first_step(cache: Any, name: str = "a constant", **options: Any) -> None:
     """Compile and call a model that this process has not compiled since the last reset."""
     model = MODELS[name]()
-    compiled = compile(model, compiler="inductor", cache_dir=cache)
+    compiled = compile(model, compiler="inductor", cache_dir=cache, **options)
     with torch.no_grad():
         for size in (5, 2, 8):
             x = rows(size)
@@ -112,6 +139,24 @@ def test_without_a_cache_nothing_is_kept(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("inductor_cache")
+def test_the_cache_takes_no_more_than_it_may(tmp_path: Path) -> None:
+    for name in ("a constant", "another constant"):
+        step(tmp_path, name, max_cache_size="2KiB")
+        assert len(entries(tmp_path)) == 1
+    step(tmp_path, "a constant", max_cache_size="1GiB")
+    assert len(entries(tmp_path)) == 2
+
+
+@pytest.mark.usefixtures("inductor_cache")
+def test_with_dumps_nothing_is_taken_from_the_cache_or_put_there(tmp_path: Path) -> None:
+    before = pw.compilation_counter.num_inductor_compiles
+    for _ in range(2):
+        step(tmp_path / "cache", dump_dir=str(tmp_path / "dumps"))
+    assert pw.compilation_counter.num_inductor_compiles - before == 2
+    assert entries(tmp_path / "cache") == ()
+
+
 def test_a_directory_that_others_can_write_reaches_the_user(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(ConfigError, match="can be written by every user"):
@@ -130,8 +175,41 @@ def test_a_version_that_assumes_something_about_a_table_is_not_kept() -> None:
     def violated_by(numbers: tuple[int, ...]) -> None:
         return None
 
+    (instance,) = instances(torch.sin)
     version = Version(torch.sin, violated_by, ("L['t0'] <= 4", "L['t1'] == 3"))
-    assert stored(version, num_sizes=1) is None
+    assert stored(version, instance.distinct) is None
+
+
+@pytest.mark.usefixtures("inductor_cache")
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda x: (x.sin(), x.cos()), r"it takes 2 inputs and returns 1 outputs, .* 2 and 2"),
+        (lambda x, y: x + y, r"it takes 2 inputs and returns 1 outputs, but the piece 3 and 1"),
+        (lambda x: x.sin().double(), r"returns .*float32 cpu .*but the piece .*float64 cpu"),
+        (lambda x: x.sin().sum(1), r"returns \['torch.float32 cpu \[c0, 4\]'\].*'.* \[c0\]'"),
+    ],
+    ids=["outputs", "inputs", "dtype", "shape"],
+)
+def test_an_artifact_of_another_piece_is_found_when_loaded(
+    tmp_path: Path, change: Any, named: str
+) -> None:
+    """As if a key lacked something: entries are put in each other's place."""
+    given = [rows(5, seed=seed) for seed in range(change.__code__.co_argcount)]
+    piece, other = (instances(f, *given)[0].distinct for f in (change, lambda x, *_: x.sin()))
+    compiler = InductorCompiler({}, pw.CompilationCounter())
+    made = stored(compiler.compile(other, (5,)), other)
+    if named.startswith("it takes"):
+        made = Content(made.artifact, {**made.about, "outputs": list(piece.structure.outputs)})
+    store, key = ArtifactStore(tmp_path), {"sizes": [5]}
+    cache_entry.write(tmp_path / cache_entry.name_of(key), key, made)
+
+    def make() -> Made[str]:
+        return Made("made anew", Content(b"made anew"))
+
+    with pytest.warns(RuntimeWarning, match=f"{ARTIFACT}: it does not load.*{named}"):
+        found = store.fetch(key, make, lambda content: loaded(content, piece), bool)
+    assert found == Fetched("made anew", is_hit=False)
 
 
 @pytest.mark.usefixtures("inductor_cache")

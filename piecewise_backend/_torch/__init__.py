@@ -41,6 +41,7 @@ from piecewise_backend._torch.dynamo import (
     source_name,
 )
 from piecewise_backend._torch.inductor import (
+    arity,
     artifact_bytes,
     compile_with_inductor,
     inductor_options,
@@ -107,6 +108,7 @@ __all__ = [
     "StorageWeakRef",
     "TensorCheck",
     "UnwrappedByDynamo",
+    "arity",
     "artifact_bytes",
     "borrowed_storage",
     "bound_replay",

@@ -124,6 +124,13 @@ def load_artifact(data: bytes) -> Callable[..., Any]:
         return AOTCompiledArtifact.deserialize(data)
 
 
+def arity(compiled: Callable[..., Any]) -> tuple[int, int]:
+    """How many inputs and outputs has what `load_artifact` returned?"""
+    assert isinstance(compiled, AOTCompiledArtifact)
+    known = compiled.inner_fn.compiled_fn.serialize().runtime_metadata
+    return len(known.input_info), len(known.output_info)
+
+
 @contextlib.contextmanager
 def _no_triton_kernels() -> Iterator[None]:
     """An artifact is stored and loaded without the process's table of Triton kernels.
