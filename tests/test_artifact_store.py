@@ -356,7 +356,7 @@ def processes(root: Path, notes: Path, action: str, *names: list[str]) -> list[t
     command = [sys.executable, "-m", "tests.store_process", root, notes, action]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     started = [subprocess.Popen([*command, *n], cwd=PROJECT, **pipes) for n in names]
-    return [process.communicate(timeout=300) for process in started]
+    return [process.communicate(timeout=600) for process in started]
 
 
 def test_processes_on_an_empty_directory_make_each_entry_once(tmp_path: Path) -> None:
