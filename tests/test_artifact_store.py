@@ -100,16 +100,19 @@ def test_what_was_made_for_these_sizes_comes_first_then_what_was_used_last(
     assert fetch_for(store, 1).value == b"made for 1"
 
 
-def test_of_a_damaged_and_a_sound_version_the_sound_one_serves(store: ArtifactStore) -> None:
-    for size in (1, 3):
-        make, load, _ = recipe(b"sound", 1)
+def test_of_damaged_and_sound_versions_the_sound_one_serves(store: ArtifactStore) -> None:
+    make, load, _ = recipe(b"sound", 1)
+    for size, age in ((5, 1000), (3, 1001), (1, 1002)):
         store.fetch(sized(size), make, load, lambda about: False)
-    damaged = store.root / name_of(sized(1)) / ARTIFACT
-    _truncate(damaged)
-    with pytest.warns(RuntimeWarning, match=f"{damaged}: .*removed") as warned:
+        os.utime(store.root / name_of(sized(size)), (age, age))
+    damaged = [store.root / name_of(sized(size)) / ARTIFACT for size in (1, 3)]
+    for path in damaged:
+        _truncate(path)
+    with pytest.warns(RuntimeWarning, match="removed") as warned:
         assert fetch_for(store, 1) == Fetched(b"sound", is_hit=True)
-    assert len(warned) == 1
-    assert [e.name for e in cache_contents.entries(store.root)] == [name_of(sized(3))]
+    for warning, path in zip(warned, damaged, strict=True):
+        assert f"{path}: " in str(warning.message)
+    assert [e.name for e in cache_contents.entries(store.root)] == [name_of(sized(5))]
 
 
 def test_a_miss_says_what_is_nearest_and_what_differs(
@@ -356,7 +359,7 @@ def processes(root: Path, notes: Path, action: str, *names: list[str]) -> list[t
     command = [sys.executable, "-m", "tests.store_process", root, notes, action]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     started = [subprocess.Popen([*command, *n], cwd=PROJECT, **pipes) for n in names]
-    return [process.communicate(timeout=300) for process in started]
+    return [process.communicate(timeout=600) for process in started]
 
 
 def test_processes_on_an_empty_directory_make_each_entry_once(tmp_path: Path) -> None:

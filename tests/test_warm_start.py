@@ -48,7 +48,7 @@ def start(cache: Path, home: Path, sizes: str, *models: str) -> subprocess.Popen
 
 def counted(process: subprocess.Popen[str]) -> dict[str, Any]:
     """What it counts, once it has ended."""
-    printed, errors = process.communicate(timeout=300)
+    printed, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors
     return json.loads(printed.splitlines()[-1])
 
