@@ -98,6 +98,26 @@ class ArtifactStore:
                 self._store(folder, key, made.artifact)
         return Fetched(made.value, is_hit=False)
 
+    def find(self, key: Key, load: Callable[[bytes], T]) -> T | None:
+        """What belongs to `key` if any process stored it. What is damaged is removed.
+
+        Args:
+            key: everything that the artifact depends on.
+            load: from stored bytes. What it raises makes the entry a damaged one.
+        """
+        folder = self.root / cache_entry.name_of(key)
+        found = self._load(folder, key, load)
+        if isinstance(found, Damaged):
+            try:
+                with locked(folder.with_suffix(LOCK), seconds=self._lock_seconds):
+                    # Another process may have replaced it meanwhile.
+                    found = self._load(folder, key, load)
+                    if isinstance(found, Damaged):
+                        self._clear_place(folder, found)
+            except (OSError, LockTimeoutError) as error:
+                self._warn(f"{found} ({error}); not used")
+        return found.value if isinstance(found, Fetched) else None
+
     def _load(
         self, folder: Path, key: Key, load: Callable[[bytes], T]
     ) -> Fetched[T] | Damaged | None:

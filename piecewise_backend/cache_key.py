@@ -54,7 +54,7 @@ def piece_key(
     if piece.structure.only_here:
         return Uncacheable(f"it has {piece.structure.only_here[0]}, which has no name")
     try:
-        options_key = _options(options)
+        all_options = options_key(options)
         called = dict(_called(piece.module))
     except NoContentError as error:
         return Uncacheable(f"it depends on {error}, which has no content to compare")
@@ -72,11 +72,11 @@ def piece_key(
         "sizes": list(numbers[:num_sizes]),
         "negative constants": [number < 0 for number in numbers[num_sizes:]],
         "called": called,
-        "options": options_key,
+        "options": all_options,
         "switches": _torch.numeric_switches(device),
         "machine": _torch.machine(device),
         "torch": _torch.torch_build(),
-        "package": _package(),
+        "package": package_version(),
     }
 
 
@@ -129,16 +129,18 @@ def _device(piece: DistinctPiece) -> torch.device:
     return next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
 
 
-def _options(options: Mapping[str, object]) -> dict[str, Any]:
+def options_key(options: Mapping[str, object]) -> dict[str, Any]:
+    """Inductor's options, and those of the tracer in front of it, with their values here."""
     found = _torch.portable_options()
     found["inductor"] |= options
     return {
-        group: {name: _option(value) for name, value in sorted(values.items())}
+        group: {name: option_key(value) for name, value in sorted(values.items())}
         for group, values in found.items()
     }
 
 
-def _option(value: Any) -> Any:
+def option_key(value: Any) -> Any:
+    """The content of a value of some option."""
     is_plain = value is None or type(value) in (bool, int, str)
     return value if is_plain else content_key([value])
 
@@ -165,6 +167,17 @@ def _callee(node: fx.Node) -> Iterator[tuple[str, Any]]:
         yield f"{target.__module__}.{target.__qualname__}", digest([content_key([target])])
 
 
+def content_of_op(name: str) -> dict[str, Any]:
+    """The code behind every overload of an op, `ns::op`, as in a key.
+
+    Raises:
+        NoContentError: it depends on something without content.
+    """
+    namespace, _, op = name.partition("::")
+    packet: OpOverloadPacket = getattr(getattr(torch.ops, namespace), op)
+    return {k: v for overload in packet.overloads() for k, v in _op(getattr(packet, overload))}
+
+
 def _op(op: OpOverload) -> Iterator[tuple[str, Any]]:
     original = hoisting.original_of(op)
     if original.namespace in _TORCH_NAMESPACES:
@@ -178,7 +191,7 @@ def _op(op: OpOverload) -> Iterator[tuple[str, Any]]:
 
 
 @functools.cache
-def _package() -> dict[str, str]:
+def package_version() -> dict[str, str]:
     """Which version of this package; its sources too, as they change between versions."""
     folder = Path(__file__).parent
     texts = [path.read_text() for path in sorted(folder.rglob("*.py"))]
