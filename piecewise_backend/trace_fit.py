@@ -70,6 +70,20 @@ def inputs_of(
     )
 
 
+def described(
+    graph: RecordedGraph, conditions: Sequence[tuple[sympy.Expr, str]]
+) -> tuple[str, ...]:
+    """What `inputs_of` compares, as text."""
+    texts = [str(condition) for condition, _ in conditions]
+    for source, example in graph.inputs:
+        if isinstance(example, Fake):
+            memory = "" if example.is_alone else f" at {example.offset} of {example.storage}"
+            texts.append(f"{source}: {example.shape} {example.stride}{memory}")
+        elif isinstance(example, Number):
+            texts.append(f"{source}: {example.expr}")
+    return tuple(texts)
+
+
 def _sizes(
     graph: RecordedGraph, found: Mapping[str, Any], scope: Mapping[str, Any]
 ) -> dict[sympy.Symbol, int] | NoFit:

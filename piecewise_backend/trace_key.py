@@ -57,7 +57,7 @@ def trace_key(subject: Subject, parameters: Mapping[str, Any], config: Config) -
             "options": options_key({}),
             "process": state | {"dynamo": _all_keys(state["dynamo"])},
             "switches": _torch.numeric_switches(device),
-            "machine": _torch.machine(device),
+            "machine": _torch.traced_machine(device),
             "torch": _torch.torch_build(),
             "package": package_version(),
         }

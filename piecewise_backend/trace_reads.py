@@ -49,6 +49,9 @@ class Questions:
     """Module and name of the functions that no read leads to."""
     ops: tuple[str, ...]
     """The custom ops that the graph calls."""
+    fit: tuple[str, ...]
+    """What the trace assumes about sizes, and the sizes and memory of its inputs: not asked here,
+    but traces that differ in it are different ones. See `trace_fit`."""
 
     def to_json(self) -> bytes:
         """As text."""
@@ -64,6 +67,7 @@ class Questions:
             modules=known["modules"],
             functions=tuple((module, name) for module, name in known["functions"]),
             ops=tuple(known["ops"]),
+            fit=tuple(known["fit"]),
         )
 
 
@@ -71,6 +75,7 @@ def questions_of(
     rewritten: _torch.Rewritten,
     varying: Mapping[str, tuple[int, ...]],
     ops: Sequence[str],
+    fit: Sequence[str],
     frame: Mapping[str, Any],
     namespace: Mapping[str, Any],
 ) -> Questions:
@@ -79,6 +84,7 @@ def questions_of(
     Args:
         varying: the dimensions that vary, by source.
         ops: the custom ops of the graph.
+        fit: what it assumes about its inputs.
         frame: the arguments and closure variables of its call, by name.
         namespace: the globals of the function.
 
@@ -92,9 +98,9 @@ def questions_of(
             raise NoContentError(f"a guard {read.kind} about {read.detail!r}")
     assert rewritten.code is not None
     names = [*_torch.global_names(rewritten.code), *_aliases(rewritten.reads)]
-    aliases = [name for name in dict.fromkeys(names) if name.startswith(_torch.IMPORT_ALIASES)]
+    aliases = [name for name in dict.fromkeys(names) if name.startswith(_ALIASES)]
     modules = {name: _module_name(name, namespace) for name in aliases}
-    questions = Questions(rewritten.reads, dict(varying), modules, (), tuple(ops))
+    questions = Questions(rewritten.reads, dict(varying), modules, (), tuple(ops), tuple(fit))
     content = Content()
     _read_all(questions, content, frame, namespace)
     functions = _not_seen(content, rewritten.inlined)
@@ -121,9 +127,11 @@ def answers(
             for module, name in questions.functions
         },
         "ops": {name: content_of_op(name) for name in questions.ops},
+        "fit": list(questions.fit),
     }
 
 
+_ALIASES = (_torch.IMPORT_ALIAS, _torch.BUILTINS_ALIAS)
 _BUILTINS = "builtins.__dict__"
 
 
@@ -137,6 +145,12 @@ def modules_of(questions: Questions) -> dict[str, Any]:
         alias: vars(builtins) if name == _BUILTINS else importlib.import_module(name)
         for alias, name in questions.modules.items()
     }
+
+
+def imports_of(questions: Questions) -> dict[str, Any]:
+    """Those of them that Dynamo leaves in the globals of the function."""
+    found = modules_of(questions).items()
+    return {alias: value for alias, value in found if alias.startswith(_torch.IMPORT_ALIAS)}
 
 
 def scope_of(

@@ -27,7 +27,7 @@ from piecewise_backend.passes.keys import NoContentError
 from piecewise_backend.runtime import Runtime
 from piecewise_backend.session import Session
 from piecewise_backend.subject import Subject
-from piecewise_backend.trace_fit import NoFit, inputs_of
+from piecewise_backend.trace_fit import Inputs, NoFit, described, inputs_of
 from piecewise_backend.trace_graph import (
     RecordedGraph,
     custom_ops_of,
@@ -36,7 +36,7 @@ from piecewise_backend.trace_graph import (
     varying_inputs,
 )
 from piecewise_backend.trace_key import trace_key, varying_dims
-from piecewise_backend.trace_reads import modules_of, questions_of, scope_of
+from piecewise_backend.trace_reads import imports_of, questions_of, scope_of
 from piecewise_backend.trace_store import Found, StoredTrace, find, save
 
 log = logging.getLogger(__name__)
@@ -88,16 +88,23 @@ class StoredTraces:
 
     def start(self, session: Session, make_runtime: MakeRuntime) -> Started | None:
         """What another process has traced for just such a call; None if none has."""
-        found = find(self._store, self._key, self._frame, self._namespace)
-        if found is None:
-            return None
+        for found in find(self._store, self._key, self._frame, self._namespace):
+            bound = self._bind(found)
+            if isinstance(bound, Inputs):
+                return self._start(found, bound, session, make_runtime)
+            log.info("a stored trace is not for this call: %s", bound.reason)
+        return None
+
+    def _bind(self, found: Found) -> Inputs | NoFit:
         scope = scope_of(found.questions, self._frame, self._namespace)
-        inputs = inputs_of(found.trace.graph, found.trace.shape_guards, scope)
-        if isinstance(inputs, NoFit) or (gone := self._gone(found)):
-            reason = inputs.reason if isinstance(inputs, NoFit) else gone
-            log.info("a stored trace is not for this call: %s", reason)
-            return None
-        self._namespace.update(modules_of(found.questions))  # as Dynamo does
+        if gone := self._gone(found):
+            return NoFit(f"{gone} is not what it was")
+        return inputs_of(found.trace.graph, found.trace.shape_guards, scope)
+
+    def _start(
+        self, found: Found, inputs: Inputs, session: Session, make_runtime: MakeRuntime
+    ) -> Started:
+        self._namespace.update(imports_of(found.questions))  # as Dynamo does
         gm, symbols = rebuild(found.trace.graph, inputs.sizes)
         runtime = make_runtime(gm, inputs.values, session)
         runtime.counters.add(num_traces_loaded=1)
@@ -111,7 +118,7 @@ class StoredTraces:
         missing = [name for name in found.trace.globals if name not in self._namespace]
         taken = [
             name
-            for name, module in modules_of(found.questions).items()
+            for name, module in imports_of(found.questions).items()
             if self._namespace.get(name, module) is not module
         ]
         return ", ".join((*missing, *taken))
@@ -160,7 +167,8 @@ class StoredTraces:
         assert graph is not None, "Dynamo has just handed it over"
         assert code is not None, "the call has just come through it"
         ops, varying = custom_ops_of(graph), self._varying(rewritten, graph)
-        questions = questions_of(rewritten, varying, ops, self._frame, self._namespace)
+        fit = described(graph, rewritten.shape_guards)
+        questions = questions_of(rewritten, varying, ops, fit, self._frame, self._namespace)
         trace = StoredTrace(
             graph=graph,
             code=code,
@@ -191,9 +199,7 @@ class StoredTraces:
             NoContentError: it uses one that Dynamo has put there.
         """
         names = _torch.global_names(code)
-        found = [
-            n for n in names if n in self._namespace and not n.startswith(_torch.IMPORT_ALIASES)
-        ]
+        found = [n for n in names if n in self._namespace and not n.startswith(_torch.IMPORT_ALIAS)]
         if made := [name for name in found if name not in self._before]:
             raise NoContentError(f"{made[0]}, which Dynamo has made")
         return tuple(found)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import CodeType
 from typing import Any
 
@@ -66,8 +66,10 @@ class Found:
 
 def find(
     store: ArtifactStore, key: Key, frame: Mapping[str, Any], namespace: Mapping[str, Any]
-) -> Found | None:
-    """The trace that a call would make, if some process stored it. See Note [Two entries].
+) -> Iterator[Found]:
+    """The traces that a call may make, as far as they are stored. See Note [Two entries].
+
+    They differ in what is assumed about the sizes of their inputs: see `trace_fit`.
 
     Args:
         key: what is known before tracing.
@@ -77,7 +79,7 @@ def find(
     for number in range(_MAX_QUESTIONS):
         questions = store.find(_numbered(key, number), Questions.from_json)
         if questions is None:
-            return None
+            return
         try:
             whole = _whole(key, answers(questions, frame, namespace))
         except (NoContentError, ImportError, AttributeError) as error:
@@ -85,8 +87,7 @@ def find(
             continue
         trace = store.find(whole, from_bytes)
         if isinstance(trace, StoredTrace):
-            return Found(trace, questions)
-    return None
+            yield Found(trace, questions)
 
 
 def save(

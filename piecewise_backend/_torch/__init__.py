@@ -13,6 +13,7 @@ from piecewise_backend._torch.build import (
     numeric_switches,
     portable_options,
     torch_build,
+    traced_machine,
 )
 from piecewise_backend._torch.bytecode import (
     Rewritten,
@@ -67,7 +68,8 @@ from piecewise_backend._torch.operators import (
     triton_kernel_of,
 )
 from piecewise_backend._torch.reads import (
-    IMPORT_ALIASES,
+    BUILTINS_ALIAS,
+    IMPORT_ALIAS,
     Read,
     is_taken_as_constant,
     marked_dims,
@@ -106,8 +108,9 @@ from piecewise_backend._torch.symbols import (
 from piecewise_backend._torch.tensors import TensorCheck, is_plain_fake
 
 __all__ = [
+    "BUILTINS_ALIAS",
     "GUARDED",
-    "IMPORT_ALIASES",
+    "IMPORT_ALIAS",
     "KNOWN_SOURCE",
     "TRACE_ERRORS",
     "CompileScope",
@@ -183,6 +186,7 @@ __all__ = [
     "target_name",
     "torch_build",
     "trace_pattern",
+    "traced_machine",
     "tracing_once",
     "triton_kernel_of",
     "value_of",

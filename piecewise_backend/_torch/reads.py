@@ -13,15 +13,21 @@ from torch._guards import TracingContext
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-IMPORT_ALIASES = ("__import_", "__builtins_dict__")
-"""How the names begin under which Dynamo puts modules, and their dictionary of builtins, into the
-globals of the function that it traces."""
+IMPORT_ALIAS = "__import_"
+"""How the names begin under which Dynamo puts modules into the globals of the function that it
+traces, for good. What else it puts there goes with the trace."""
+
+BUILTINS_ALIAS = "__builtins_dict__"
+"""The same for the dictionary of builtins, which goes with the trace."""
 
 _OF_PROCESS = {
     *("SHAPE_ENV", "GRAD_MODE", "DETERMINISTIC_ALGORITHMS", "GLOBAL_STATE", "DEFAULT_DEVICE"),
     *("TORCH_FUNCTION_STATE", "AUTOGRAD_SAVED_TENSORS_HOOKS"),
 }
 """Guards of no source: what they check is in `process_state`, and `Rewritten.shape_guards`."""
+
+_PLACES = {"debug_dir_root", "base_dir"}
+"""Options of Dynamo's that say where something is."""
 
 _DETAILS = ("attr", "key")
 
@@ -99,5 +105,9 @@ def process_state() -> dict[str, Any] | str:
         "rank": ranks,
         "devices": [torch.cuda.is_available(), torch.cuda.device_count()],
         "anomaly": torch.is_anomaly_enabled(),
-        "dynamo": dict(sorted(options.save_config_portable().items())),
+        "dynamo": {
+            name: value
+            for name, value in sorted(options.save_config_portable().items())
+            if name not in _PLACES
+        },
     }
