@@ -167,17 +167,6 @@ def _callee(node: fx.Node) -> Iterator[tuple[str, Any]]:
         yield f"{target.__module__}.{target.__qualname__}", digest([content_key([target])])
 
 
-def content_of_op(name: str) -> dict[str, Any]:
-    """The code behind every overload of an op, `ns::op`, as in a key.
-
-    Raises:
-        NoContentError: it depends on something without content.
-    """
-    namespace, _, op = name.partition("::")
-    packet: OpOverloadPacket = getattr(getattr(torch.ops, namespace), op)
-    return {k: v for overload in packet.overloads() for k, v in _op(getattr(packet, overload))}
-
-
 def _op(op: OpOverload) -> Iterator[tuple[str, Any]]:
     original = hoisting.original_of(op)
     if original.namespace in _TORCH_NAMESPACES:

@@ -18,10 +18,9 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+import functools
 import importlib
 import json
-import operator
-import os
 import re
 import sys
 import types
@@ -31,9 +30,9 @@ from typing import Any
 import torch
 
 from piecewise_backend import _torch
-from piecewise_backend.cache_key import content_of_op
-from piecewise_backend.passes.keys import NoContentError
-from piecewise_backend.trace_content import Content, code_digest, tensor
+from piecewise_backend.passes.keys import NoContentError, content_key, digest
+from piecewise_backend.trace_content import Content, tensor
+from piecewise_backend.trace_functions import functions_named, functions_not_seen
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,7 +102,7 @@ def questions_of(
     questions = Questions(rewritten.reads, dict(varying), modules, (), tuple(ops), tuple(fit))
     content = Content()
     _read_all(questions, content, frame, namespace)
-    functions = _not_seen(content, rewritten.inlined)
+    functions = functions_not_seen(content, rewritten.inlined)
     return dataclasses.replace(questions, functions=tuple(functions))
 
 
@@ -123,10 +122,12 @@ def answers(
     return {
         "reads": _read_all(questions, content, frame, namespace),
         "functions": {
-            f"{module}.{name}": [content.value(function) for function in _found(module, name)]
+            f"{module}.{name}": [
+                content.value(function) for function in functions_named(module, name)
+            ]
             for module, name in questions.functions
         },
-        "ops": {name: content_of_op(name) for name in questions.ops},
+        "ops": {name: _op(name) for name in questions.ops},
         "fit": list(questions.fit),
     }
 
@@ -217,6 +218,21 @@ def _answer(
     return _ANSWERS[read.kind](content, value, read.detail)
 
 
+def _op(name: str) -> list[list[str]]:
+    """What a trace takes from an op: how it is called, and what says of which shape its results
+    are. What the op computes is no part of a trace."""
+    namespace, _, rest = name.partition("::")
+    packet: Any = getattr(getattr(torch.ops, namespace), rest)
+    found = []
+    for overload in map(functools.partial(getattr, packet), packet.overloads()):
+        if _torch.is_hidden_composite(overload):
+            raise NoContentError(f"{overload}, whose code is not to be seen")
+        fake = _torch.python_functions(overload).get("fake")
+        told = digest([content_key([fake])]) if fake is not None else ""
+        found.append([str(overload._schema), told])
+    return found
+
+
 def _kind(content: Content, value: Any, detail: Any) -> Any:
     return content.kind(type(value))
 
@@ -253,52 +269,3 @@ _ANSWERS: dict[str, Callable[[Content, Any, Any], Any]] = {
     "EMPTY_NN_MODULE_HOOKS_DICT": lambda _, value, __: len(value) == 0,
 }
 """What is told about a value, by the kind of guard. What is not here cannot be asked about."""
-
-
-def _not_seen(content: Content, inlined: Sequence[types.CodeType]) -> Iterator[tuple[str, str]]:
-    """The functions that were gone through and that no read led to, by name.
-
-    Raises:
-        NoContentError: one of them is not found by its name.
-    """
-    for code in inlined:
-        if code_digest(code) in content.codes or _is_of_build(code.co_filename):
-            continue
-        outer = code.co_qualname.partition(".<locals>")[0]
-        holders = [n for n, m in list(sys.modules.items()) if _file_of(m) == code.co_filename]
-        for module in holders:
-            for function in _found(module, outer):
-                content.value(function)
-            if code_digest(code) in content.codes:
-                yield module, outer
-                break
-        else:
-            raise NoContentError(f"{code.co_qualname}, which is not found by its name")
-
-
-def _found(module: str, name: str) -> list[Any]:
-    """A function by its name, and those that it wraps; nothing if there is none."""
-    try:
-        found: Any = operator.attrgetter(name)(importlib.import_module(module))
-    except (ImportError, AttributeError):
-        return []
-    chain = [found]
-    while hasattr(found, "__wrapped__") and len(chain) < _MAX_WRAPPED:
-        found = found.__wrapped__
-        chain.append(found)
-    return chain
-
-
-_MAX_WRAPPED = 16
-
-
-def _file_of(module: object) -> str | None:
-    return getattr(module, "__file__", None)
-
-
-def _is_of_build(file: str) -> bool:
-    """A file of torch, this package or the standard library, whose versions are in the key."""
-    own, library = (f"{os.path.dirname(f)}{os.sep}" for f in (__file__, os.__file__))
-    is_library = file.startswith(library) and f"{os.sep}site-packages{os.sep}" not in file
-    is_torchs = file.startswith(f"{os.path.dirname(torch.__file__)}{os.sep}")
-    return is_library or is_torchs or file.startswith((own, "<frozen "))

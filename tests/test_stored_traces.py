@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from piecewise_backend.cache_contents import entries
+from piecewise_backend.cache_entry import ARTIFACT
+
 PROJECT = Path(__file__).parents[1]
 
 HELPERS = """\
@@ -67,8 +70,8 @@ class Settings:
 class Base(nn.Module):
     SLOPE = 0.25
 
-    def finish(self, x):
-        return x * self.SLOPE
+    def finish(self, x, k: int = 1):
+        return x * self.SLOPE * k
 
 
 class Block(Base):
@@ -191,7 +194,7 @@ def copied(cold: Path, tmp_path: Path) -> Path:
 
 
 FEW, MANY = [5, 4, 4, 4, 3], [7, 8, 8, 8, 8, 16]
-VARIANTS: dict[str, dict[str, Any]] = {
+SAME: dict[str, dict[str, Any]] = {
     "the same": {},
     "another first size": {"sizes": [16, 3, 8, 8, 8]},
     "the same branch": {"model": "Branching", "sizes": FEW},
@@ -219,7 +222,102 @@ OTHERS: dict[str, dict[str, Any]] = {
 """Each after the other in one process: what one changes stays changed for those behind it."""
 
 
-def test_a_second_process_traces_nothing(cold: Path) -> None:
-    found = in_process(cold, cold / "cache", *VARIANTS.values())
-    for one in found:
-        was(one, LOADED)
+@pytest.fixture(scope="module")
+def warm(cold: Path) -> list[dict[str, dict[str, Any]]]:
+    """What two processes count, one after the other, that start all variants."""
+    names, variants = [*SAME, *OTHERS], (*SAME.values(), *OTHERS.values())
+    runs = (in_process(cold, cold / "cache", *variants) for _ in range(2))
+    return [dict(zip(names, found, strict=True)) for found in runs]
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_another_process_traces_nothing(warm: Any, name: str) -> None:
+    for found in warm:
+        was(found[name], LOADED)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_differs_is_traced_anew_and_stored_beside(warm: Any, name: str) -> None:
+    was(warm[0][name], TRACED)
+    was(warm[1][name], LOADED)
+
+
+def edited(folder: Path, file: str, old: str, new: str) -> dict[str, Any]:
+    """What a process counts after a change of the sources."""
+    path = folder / "shop" / file
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    (found,) = in_process(folder, folder / "cache", {})
+    return found
+
+
+def test_elsewhere_with_other_comments_nothing_is_traced(copied: Path) -> None:
+    was(edited(copied, "helpers.py", "SCALE = 3.0", "# A comment.\n\nSCALE = 3.0"), LOADED)
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("helpers.py", "x * heads + SCALE", "x * heads - SCALE"),
+        ("helpers.py", "x + amount", "x - amount"),
+        ("helpers.py", "x - 0.5", "x - 0.75"),
+        ("helpers.py", "SCALE = 3.0", "SCALE = 5.0"),
+        ("model.py", "x * self.SLOPE", "x / self.SLOPE"),
+        ("model.py", "k: int = 1", "k: int = 2"),
+        ("model.py", "out = torch.empty_like(q)", "out = torch.empty_like(v)"),
+    ],
+)
+def test_changed_code_is_traced_anew(copied: Path, file: str, old: str, new: str) -> None:
+    was(edited(copied, file, old, new), TRACED)
+
+
+def kinds(cache: Path) -> dict[str, list[Path]]:
+    """The folders of entries: of questions, of answers, of pieces."""
+    found: dict[str, list[Path]] = {"questions": [], "answers": [], "piece": []}
+    for entry in entries(cache):
+        key = json.loads((entry.folder / "key.json").read_text())["key"]
+        found[next(kind for kind in found if kind in key)].append(entry.folder)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["questions", "answers"])
+def test_a_damaged_file_is_named_once_and_traced_anew(copied: Path, kind: str) -> None:
+    for folder in kinds(copied / "cache")[kind]:
+        data = bytearray((folder / ARTIFACT).read_bytes())
+        data[len(data) // 2] ^= 1
+        (folder / ARTIFACT).write_bytes(data)
+    first, second = in_process(copied, copied / "cache", {}, {})
+    (warning,) = first.pop("warnings")
+    assert "checksum" in warning
+    assert str(copied / "cache") in warning
+    was(first | {"warnings": []}, TRACED)
+    was(second, LOADED)
+
+
+def test_pieces_that_are_gone_are_compiled_from_the_stored_graph(tmp_path: Path) -> None:
+    folder, variant = shop(tmp_path / "shop"), {"options": {"compiler": "inductor"}}
+    (cold,) = in_process(folder, folder / "cache", variant)
+    was(cold, TRACED)
+    (warm,) = in_process(folder, folder / "cache", variant)
+    was(warm, LOADED | {"num_inductor_compiles": 0})
+    assert warm["num_artifacts_loaded"] == cold["num_inductor_compiles"]
+    for piece in kinds(folder / "cache")["piece"]:
+        shutil.rmtree(piece)
+    (bare,) = in_process(folder, folder / "cache", variant)
+    was(bare, LOADED | {"num_inductor_compiles": cold["num_inductor_compiles"]})
+
+
+@pytest.mark.parametrize(
+    "options", [{"check_guards": True}, {"cache_dir": "off"}, {"dump_dir": "dump"}], ids=str
+)
+def test_where_traces_are_of_no_use_none_is_stored(tmp_path: Path, options: Any) -> None:
+    folder = shop(tmp_path / "shop")
+    for found in in_process(folder, folder / "cache", *[{"options": options, "sizes": FEW}] * 2):
+        was(found, TRACED)
+    assert entries(folder / "cache") == ()
+
+
+def test_no_weight_is_in_what_is_stored(cold: Path) -> None:
+    for folder in kinds(cold / "cache")["answers"]:
+        assert b"torch._utils" not in (folder / ARTIFACT).read_bytes()
