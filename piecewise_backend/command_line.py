@@ -103,6 +103,9 @@ def _summary(key: Key | Damaged | None) -> str:
         return str(key or "removed meanwhile")
     known: Any = {"piece": {}, "sizes": [], "torch": {}, "machine": {}} | dict(key)
     device, version = known["machine"].get("device"), known["torch"].get("version")
+    if "trace" in known:
+        what = "trace" if "answers" in known else "questions of traces"
+        return f"{what} of {str(known['trace']['function']).split()[0]}, {device}, torch {version}"
     nodes = len(known["piece"].get("nodes", ()))
     return f"{nodes} nodes at sizes {known['sizes']}, {device}, torch {version}"
 

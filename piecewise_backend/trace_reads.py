@@ -122,9 +122,7 @@ def answers(
     return {
         "reads": _read_all(questions, content, frame, namespace),
         "functions": {
-            f"{module}.{name}": [
-                content.value(function) for function in functions_named(module, name)
-            ]
+            f"{module}.{name}": [*map(content.value, functions_named(module, name))]
             for module, name in questions.functions
         },
         "ops": {name: _op(name) for name in questions.ops},
