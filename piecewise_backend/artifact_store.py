@@ -55,6 +55,13 @@ class Fetched(Generic[T]):
     """It was stored, and nothing was made."""
 
 
+Serves = Callable[[Mapping[str, Any]], bool]
+
+
+def _always(about: Mapping[str, Any]) -> bool:
+    return True
+
+
 class ArtifactStore:
     """The artifacts in one directory. Made by `open_store`."""
 
@@ -71,7 +78,7 @@ class ArtifactStore:
         key: Key,
         make: Callable[[], Made[T]],
         load: Callable[[Content], T],
-        serves: Callable[[Mapping[str, Any]], bool],
+        serves: Serves = _always,
     ) -> Fetched[T]:
         """What belongs to `key`, loaded if any process stored it, else made and stored.
 
@@ -108,11 +115,31 @@ class ArtifactStore:
         self._make_room(keep=cache_entry.name_of(key))
         return Fetched(made.value, is_hit=False)
 
+    def find(self, key: Key, load: Callable[[Content], T]) -> T | None:
+        """What belongs to `key` if any process stored it. What is damaged is removed.
+
+        Args:
+            key: everything that the artifact depends on.
+            load: from what was stored. What it raises makes the entry a damaged one.
+        """
+        found = self._find(key, load, _always)
+        if isinstance(found, Damaged):
+            lock = lock_of(self.root, cache_entry.group_of(key))
+            try:
+                with locked(lock, seconds=self._lock_seconds):
+                    # Another process may have replaced it meanwhile.
+                    found = self._find(key, load, _always)
+                    while isinstance(found, Damaged) and self._has_removed(found):
+                        found = self._find(key, load, _always)
+            except (OSError, LockTimeoutError) as error:
+                self._warn(f"{found} ({error}); not used")
+        return found.value if isinstance(found, Fetched) else None
+
     def _find(
         self,
         key: Key,
         load: Callable[[Content], T],
-        serves: Callable[[Mapping[str, Any]], bool],
+        serves: Serves,
     ) -> Fetched[T] | Damaged | None:
         """What serves, or the first entry on the way there that is damaged."""
         exact = cache_entry.name_of(key)

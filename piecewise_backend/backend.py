@@ -65,6 +65,31 @@ def piecewise(
         return gm.forward
     session = Session.of(_torch.calling_scope())
     _refuse_sealed(session, gm)
+    if session.on_graph is not None:
+        session.on_graph(gm)
+    runtime = make_runtime(gm, example_inputs, session, config)
+    runtime.counters.add(num_graphs_seen=1)
+    module = _torch.calling_module() if config.skip_guards else None
+
+    def on_rewritten(rewritten: _torch.Rewritten) -> None:
+        runtime.on_rewritten(rewritten)
+        if module is not None:
+            send_past_dynamo(module, session, session)
+
+    _torch.when_rewritten(on_rewritten)
+    return runtime.call
+
+
+def make_runtime(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], session: Session, config: Config
+) -> Runtime:
+    """What serves the calls of a graph, which Dynamo has traced here or elsewhere.
+
+    Raises:
+        SplitError: the graph cannot be cut, or spans devices.
+        ConfigError: a splitting op that does not exist, or graphs that its device has not.
+        ContractError: gradients are required.
+    """
     _refuse_gradients(gm, example_inputs)
     _refuse_cuda_graphs_elsewhere(config, example_inputs)
     counters = CompilationCounter(parent=compilation_counter)
@@ -73,7 +98,6 @@ def piecewise(
     gm, graph_passes = passes.rewrite_whole_graph(gm, dump)
     split, uncut = passes.split(gm, config)
     counters.add(
-        num_graphs_seen=1,
         num_piecewise_graphs_seen=len(split.steps),
         num_piecewise_capturable_graphs_seen=len(split.pieces),
     )
@@ -91,15 +115,7 @@ def piecewise(
     )
     runtime = Runtime(compiled, config, session, counters, dump, example_inputs)
     session.add(runtime)
-    module = _torch.calling_module() if config.skip_guards else None
-
-    def on_rewritten(rewritten: _torch.Rewritten) -> None:
-        runtime.on_rewritten(rewritten)
-        if module is not None:
-            send_past_dynamo(module, session, session)
-
-    _torch.when_rewritten(on_rewritten)
-    return runtime.call
+    return runtime
 
 
 # Dynamo calls it from `torch._dynamo.reset()`.

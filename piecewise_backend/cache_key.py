@@ -58,7 +58,7 @@ def piece_key(
     if piece.structure.only_here:
         return Uncacheable(f"it has {piece.structure.only_here[0]}, which has no name")
     try:
-        options_key = _options(options)
+        all_options = options_key(options)
         called = dict(_called(piece.module))
     except NoContentError as error:
         return Uncacheable(f"it depends on {error}, which has no content to compare")
@@ -77,11 +77,11 @@ def piece_key(
         "limits": {str(position): list(between) for position, between in limits.items()},
         "negative constants": [number < 0 for number in numbers[num_sizes:]],
         "called": called,
-        "options": options_key,
+        "options": all_options,
         "switches": _torch.numeric_switches(device),
         "machine": _torch.machine(device),
         "torch": _torch.torch_build(),
-        "package": _package(),
+        "package": package_version(),
     }
 
 
@@ -105,16 +105,18 @@ def _device(piece: DistinctPiece) -> torch.device:
     return next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
 
 
-def _options(options: Mapping[str, object]) -> dict[str, Any]:
+def options_key(options: Mapping[str, object]) -> dict[str, Any]:
+    """Inductor's options, and those of the tracer in front of it, with their values here."""
     found = _torch.portable_options()
     found["inductor"] |= options
     return {
-        group: {name: _option(value) for name, value in sorted(values.items())}
+        group: {name: option_key(value) for name, value in sorted(values.items())}
         for group, values in found.items()
     }
 
 
-def _option(value: Any) -> Any:
+def option_key(value: Any) -> Any:
+    """The content of a value of some option."""
     is_plain = value is None or type(value) in (bool, int, str)
     return value if is_plain else content_key([value])
 
@@ -154,7 +156,7 @@ def _op(op: OpOverload) -> Iterator[tuple[str, Any]]:
 
 
 @functools.cache
-def _package() -> dict[str, str]:
+def package_version() -> dict[str, str]:
     """Which version of this package; its sources too, as they change between versions."""
     folder = Path(__file__).parent
     texts = [path.read_text() for path in sorted(folder.rglob("*.py"))]

@@ -87,6 +87,9 @@ def _summary(record: Record | Damaged | None) -> str:
         return str(record or "removed meanwhile")
     known: Any = {"piece": {}, "sizes": [], "torch": {}, "machine": {}} | dict(record.key)
     device, version = known["machine"].get("device"), known["torch"].get("version")
+    if "trace" in known:
+        what = "trace" if "answers" in known else "questions of traces"
+        return f"{what} of {str(known['trace']['function']).split()[0]}, {device}, torch {version}"
     nodes = len(known["piece"].get("nodes", ()))
     conditions = " and ".join(record.about.get("conditions", ()))
     where = f" where {conditions}" if conditions else ""

@@ -33,6 +33,9 @@ class CompilationCounter:
     num_artifacts_loaded: int = 0
     """Versions of distinct pieces that were loaded from `cache_dir` instead."""
 
+    num_traces_loaded: int = 0
+    """Traces that another process made and `cache_dir` has, which Dynamo did not make."""
+
     num_cudagraph_captured: int = 0
     """Graphs captured: pieces that compute something, times sizes."""
 

@@ -6,33 +6,33 @@ Out: `Compiled`, called like the original.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import threading
 import weakref
 from collections.abc import Callable
-from types import MethodType
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
 
-from piecewise_backend import _torch
+from piecewise_backend import _torch, backend
 from piecewise_backend.api import rebind, report, seal, static_inputs, warmup
-from piecewise_backend.backend import piecewise
+from piecewise_backend.checked import checked
+from piecewise_backend.compiled_class import compile_class
 from piecewise_backend.config import Config
 from piecewise_backend.dynamic_dims import Dims, DynamicDims
 from piecewise_backend.entry import Entry, make_entry
-from piecewise_backend.errors import ConfigError, ContractError
+from piecewise_backend.errors import ContractError
 from piecewise_backend.past_dynamo import reason_in_hooks
 from piecewise_backend.presets import options_of_mode
 from piecewise_backend.report import Report
 from piecewise_backend.runtime import Runtime
 from piecewise_backend.session import Session
 from piecewise_backend.start_up import MakeInputs
-from piecewise_backend.subject import Subject, snapshot
+from piecewise_backend.subject import name_of, snapshot, subject_of
+from piecewise_backend.trace_start import StoredTraces
 
-_ATTRIBUTE = "_piecewise_compiled"
 _OWN_ATTRIBUTES = {
     "original", "runtime", "entry", "traced",
     "_settings", "_config", "_subject", "_dims", "_tracing", "_call",
@@ -73,7 +73,7 @@ def compile(
     if isinstance(target, Compiled):
         target = target.original
     if isinstance(target, type):
-        return _compile_class(target, dynamic_dims, mode, options)
+        return compile_class(target, Compiled, dynamic_dims, mode, options)
     return Compiled(target, dynamic_dims, mode, options)
 
 
@@ -87,14 +87,17 @@ class Compiled:
         """What was compiled."""
         self._settings = (dynamic_dims, mode, options)
         self._config = Config.from_options(options, mode)
-        self._subject = _subject_of(target).with_own_code()
+        self._subject = subject_of(target).with_own_code()
         self._dims = DynamicDims.of(self._subject.function, dynamic_dims)
         self._tracing = threading.RLock()
         self.runtime: Runtime | None = None
         """Serves the calls; None before the first."""
         self.entry: Entry | None = None
         self.traced = torch.compile(
-            self._subject.callable, backend=piecewise, fullgraph=True, options=self._options()
+            self._subject.callable,
+            backend=backend.piecewise,
+            fullgraph=True,
+            options=self._options(),
         )
         """The way through Dynamo, which the first call takes."""
         self._call: Callable[..., Any] = self._first_call
@@ -167,131 +170,102 @@ class Compiled:
         if self._config.level == 0:
             return self.original(*args, **kwargs)
         if self._config.level == 1:
-            return self._go_through_dynamo(args, kwargs)
+            self._prepare_to_trace(args, kwargs)
+            return self._trace(args, kwargs)
         with self._tracing:
             if self.runtime is not None:  # another thread was faster
                 return self._call(*args, **kwargs)
-            parameters = self._subject.parameters(args, kwargs)
+            session, parameters = self._prepare_to_trace(args, kwargs)
             before = snapshot(parameters)
-            result = self._go_through_dynamo(args, kwargs, parameters)
-            session = Session.of(_torch.scope_of(self.traced))
+            stored = StoredTraces.of(self._subject, before, self._config)
+            if stored is not None and self._start_from(stored, session, before):
+                return self._call(*args, **kwargs)
+            with stored.recording(session) if stored is not None else contextlib.nullcontext():
+                result = self._trace(args, kwargs)
             if not session.runtimes and not _torch.stance_is_default():
                 return result  # it was asked not to compile now
             try:
-                self._call = self._without_guards(session, before)
+                self._call = self._without_guards(session, before, stored)
             except ContractError:  # what could not be used must not serve the next attempt
                 _torch.forget_traces(self._subject.function.__code__)
                 session.forget_runtimes()
                 raise
             return result
 
-    def _go_through_dynamo(self, args: Any, kwargs: Any, parameters: Any = None) -> Any:
+    def _start_from(
+        self, stored: StoredTraces, session: Session, parameters: dict[str, Any]
+    ) -> bool:
+        """Serve calls from the trace of another process, if there is one for this call."""
+        if session.is_sealed or not _torch.stance_is_default():
+            return False
+        make_runtime = functools.partial(backend.make_runtime, config=self._config)
+        with _torch.tracing_once():
+            started = stored.start(session, make_runtime)
+        if started is None:
+            return False
+        self._call = self._enter(session, started.runtime, started.rewritten, parameters)
+        return True
+
+    def _prepare_to_trace(self, args: Any, kwargs: Any) -> tuple[Session, dict[str, Any]]:
+        """The session, and the parameters of a call, with marks where they vary."""
         if hooked := reason_in_hooks(self._subject.instance):
             raise ContractError(f"{hooked}, which would not be called; register it on a submodule")
-        if not Session.of(_torch.scope_of(self.traced)).is_tracing:  # else warm-up has marked them
-            self._dims.mark(parameters or self._subject.parameters(args, kwargs))
+        session = Session.of(_torch.scope_of(self.traced))
+        parameters = self._subject.parameters(args, kwargs)
+        if not session.is_tracing:  # else warm-up has marked them
+            self._dims.mark(parameters)
+        return session, parameters
+
+    def _trace(self, args: Any, kwargs: Any) -> Any:
+        """Go through Dynamo."""
         with _torch.tracing_once():
             try:
                 return self.traced(*args, **kwargs)
             except _torch.TRACE_ERRORS as error:
                 raise ContractError(
-                    f"{_name_of(self.original)} cannot be traced as one graph: {error}"
+                    f"{name_of(self.original)} cannot be traced as one graph: {error}"
                 ) from error
 
-    def _without_guards(self, session: Session, parameters: dict[str, Any]) -> Callable[..., Any]:
+    def _without_guards(
+        self, session: Session, parameters: dict[str, Any], stored: StoredTraces | None
+    ) -> Callable[..., Any]:
         runtimes = session.runtimes
         if len(runtimes) != 1 or runtimes[0].rewritten is None:
             raise ContractError(
-                f"{_name_of(self.original)} was traced into {len(runtimes)} graphs, which needs to "
+                f"{name_of(self.original)} was traced into {len(runtimes)} graphs, which needs to "
                 "be one; a model that computes nothing with tensors needs no compilation"
             )
         runtime, rewritten = runtimes[0], runtimes[0].rewritten
         assert rewritten is not None
         if violated := _torch.violated_guard(rewritten, self._subject.frame(parameters)):
             raise ContractError(
-                f"{_name_of(self.original)} changes what its own trace depends on: {violated}; "
+                f"{name_of(self.original)} changes what its own trace depends on: {violated}; "
                 "return the value, or keep it in a tensor that is written in place"
             )
-        self.entry = make_entry(runtime, rewritten, self._subject, parameters)
-        self.runtime = runtime
-        session.guards_kept = ""
-        session.call_on_reset(self._forget)
+        call = self._enter(session, runtime, rewritten, parameters)
+        if stored is not None:
+            stored.save(rewritten)
         # Not needed any more, and it holds what the trace read.
         code = self._subject.function.__code__
         if self._config.check_guards:
             weakref.finalize(self, _torch.forget_traces, code).atexit = False
-            return _checked(self.entry.call, self._subject, rewritten)
+            return checked(call, self._subject, rewritten)
         _torch.forget_traces(code)
+        return call
+
+    def _enter(
+        self,
+        session: Session,
+        runtime: Runtime,
+        rewritten: _torch.Rewritten,
+        parameters: dict[str, Any],
+    ) -> Callable[..., Any]:
+        self.entry = make_entry(runtime, rewritten, self._subject, parameters)
+        self.runtime = runtime
+        session.guards_kept = ""
+        session.call_on_reset(self._forget)
         return self.entry.call
 
     def _forget(self) -> None:
         """Dynamo's traces are gone: the next call traces again, if that is allowed."""
         self._call, self.runtime, self.entry = self._first_call, None, None
-
-
-def _checked(
-    call: Callable[..., Any], subject: Subject, rewritten: _torch.Rewritten
-) -> Callable[..., Any]:
-    """See `Config.check_guards`."""
-
-    def check(*args: Any, **kwargs: Any) -> Any:
-        frame = subject.frame(subject.parameters(args, kwargs))
-        if violated := _torch.violated_guard(rewritten, frame):
-            raise ContractError(
-                f"this call violates a guard of the trace: {violated}; compile another instance "
-                "for such calls"
-            )
-        return call(*args, **kwargs)
-
-    return check
-
-
-def _compile_class(
-    target: type, dynamic_dims: Dims | None, mode: str | None, options: dict[str, Any]
-) -> type:
-    """Instances call themselves through a `Compiled` of their own, made at the first call."""
-    is_module = issubclass(target, nn.Module)
-    if not any("__call__" in base.__dict__ for base in target.__mro__):
-        raise ConfigError(f"instances of {target.__qualname__} cannot be called; give it __call__")
-    DynamicDims.of(getattr(target, "forward" if is_module else "__call__"), dynamic_dims)
-    call_original = target.__call__
-
-    def compiled_of(self: Any) -> Compiled:
-        if not hasattr(self, "__dict__"):
-            raise ConfigError(
-                f"{type(self).__qualname__} has __slots__, which leave no room for what is "
-                "compiled; add '__dict__' to them"
-            )
-        own = self.__dict__.get(_ATTRIBUTE)
-        if own is None or own.instance is not self:  # a shallow copy has that of the original
-            method = self.forward if is_module else MethodType(call_original, self)
-            self.__dict__[_ATTRIBUTE] = Compiled(method, dynamic_dims, mode, options)
-        return self.__dict__[_ATTRIBUTE]  # type: ignore[no-any-return]
-
-    @functools.wraps(call_original)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # part of a larger model that is being traced
-            return call_original(self, *args, **kwargs)
-        return compiled_of(self)(*args, **kwargs)
-
-    target.__call__ = __call__  # type: ignore[method-assign]
-    target.piecewise = property(compiled_of)  # type: ignore[attr-defined]
-    return target
-
-
-def _subject_of(target: Any) -> Subject:
-    if isinstance(target, nn.Module) and _torch.original_of(target) is not target:
-        raise ConfigError(
-            f"{_name_of(target)} is what torch.compile returned; pass the module that it was given"
-        )
-    function = target.forward if isinstance(target, nn.Module) else target
-    subject = Subject.of(function) or Subject.of(getattr(function, "__call__", None))  # noqa: B004
-    if subject is None:
-        raise ConfigError(
-            f"{_name_of(target)} is no module, function or method written in Python; wrap it in one"
-        )
-    return subject
-
-
-def _name_of(target: Any) -> str:
-    return str(getattr(target, "__qualname__", None) or type(target).__qualname__)

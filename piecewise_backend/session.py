@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx
 
 from piecewise_backend._torch import CompileScope
 from piecewise_backend.batch import BatchDescriptor, CUDAGraphMode, FallbackReason
@@ -71,6 +72,8 @@ class Session:
         """What the last warm-up made its inputs with."""
         self.guards_kept = UNTIL_SEALED
         """Why calls go through Dynamo's guards; empty if they do not."""
+        self.on_graph: Callable[[fx.GraphModule], None] | None = None
+        """Called with each graph as Dynamo hands it over."""
         self.on_seal: list[Callable[[], None]] = []
         """Called once, when nothing may compile any more."""
         self.on_unseal: list[Callable[[], None]] = []

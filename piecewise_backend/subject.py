@@ -12,7 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
+from torch import nn
+
 from piecewise_backend import _torch
+from piecewise_backend.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,6 +92,30 @@ class Subject:
         """The closure variables."""
         names = self.function.__code__.co_freevars
         return dict(zip(names, self.function.__closure__ or (), strict=True))
+
+
+def subject_of(target: Any) -> Subject:
+    """What a call of a module, function or method runs.
+
+    Raises:
+        ConfigError: nothing that is written in Python.
+    """
+    if isinstance(target, nn.Module) and _torch.original_of(target) is not target:
+        raise ConfigError(
+            f"{name_of(target)} is what torch.compile returned; pass the module that it was given"
+        )
+    function = target.forward if isinstance(target, nn.Module) else target
+    subject = Subject.of(function) or Subject.of(getattr(function, "__call__", None))  # noqa: B004
+    if subject is None:
+        raise ConfigError(
+            f"{name_of(target)} is no module, function or method written in Python; wrap it in one"
+        )
+    return subject
+
+
+def name_of(target: Any) -> str:
+    """What messages call it."""
+    return str(getattr(target, "__qualname__", None) or type(target).__qualname__)
 
 
 def snapshot(value: Any) -> Any:

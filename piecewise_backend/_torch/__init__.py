@@ -13,10 +13,12 @@ from piecewise_backend._torch.build import (
     numeric_switches,
     portable_options,
     torch_build,
+    traced_machine,
 )
 from piecewise_backend._torch.bytecode import (
     Rewritten,
     forget_traces,
+    global_names,
     original_is_wanted,
     parameter_names,
     replace_graph_call,
@@ -28,6 +30,7 @@ from piecewise_backend._torch.bytecode import (
 from piecewise_backend._torch.calls import is_for_inductor, is_higher_order
 from piecewise_backend._torch.dynamo import (
     GUARDED,
+    KNOWN_SOURCE,
     TRACE_ERRORS,
     CompileScope,
     UnwrappedByDynamo,
@@ -65,6 +68,14 @@ from piecewise_backend._torch.operators import (
     python_functions,
     triton_kernel_of,
 )
+from piecewise_backend._torch.reads import (
+    BUILTINS_ALIAS,
+    IMPORT_ALIAS,
+    Read,
+    is_taken_as_constant,
+    marked_dims,
+    process_state,
+)
 from piecewise_backend._torch.rewriting import (
     GraphPass,
     complete_value,
@@ -92,17 +103,22 @@ from piecewise_backend._torch.symbols import (
     number_of,
     one_trace_for_all_sizes,
     size_expr,
+    symbols_of_size,
     tracing_once,
 )
-from piecewise_backend._torch.tensors import TensorCheck
+from piecewise_backend._torch.tensors import TensorCheck, is_plain_fake
 
 __all__ = [
+    "BUILTINS_ALIAS",
     "GUARDED",
+    "IMPORT_ALIAS",
+    "KNOWN_SOURCE",
     "TRACE_ERRORS",
     "CompileScope",
     "CustomOpDef",
     "FakeTensorMode",
     "GraphPass",
+    "Read",
     "Rewritten",
     "SizeEnv",
     "StorageWeakRef",
@@ -124,6 +140,7 @@ __all__ = [
     "fake_mode_of",
     "forget_traces",
     "functionalized_writes",
+    "global_names",
     "graph_rewriter",
     "has_order",
     "has_value",
@@ -133,11 +150,14 @@ __all__ = [
     "is_for_inductor",
     "is_hidden_composite",
     "is_higher_order",
+    "is_plain_fake",
     "is_static_input",
+    "is_taken_as_constant",
     "kernel_below_dispatcher",
     "leave_failed_capture",
     "load_artifact",
     "machine",
+    "marked_dims",
     "may_be_same_size",
     "mode_patches",
     "number_of",
@@ -151,6 +171,7 @@ __all__ = [
     "piece_rewriter",
     "portable_options",
     "positional_parameters",
+    "process_state",
     "python_functions",
     "raw_stream",
     "replace_graph_call",
@@ -163,9 +184,11 @@ __all__ = [
     "source_name",
     "source_namespace",
     "stance_is_default",
+    "symbols_of_size",
     "target_name",
     "torch_build",
     "trace_pattern",
+    "traced_machine",
     "tracing_once",
     "triton_kernel_of",
     "value_of",

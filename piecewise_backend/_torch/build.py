@@ -39,14 +39,25 @@ def portable_options() -> dict[str, dict[str, Any]]:
 def machine(device: torch.device) -> dict[str, Any]:
     """What code for a device depends on."""
     if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
-        capability = f"{found.major}.{found.minor}"
-        return {"device": found.name, "capability": capability, "cuda": torch.version.cuda}
+        return _cuda_machine(device)
+    return traced_machine(device) | {"instructions": str(pick_vec_isa())}
+
+
+def traced_machine(device: torch.device) -> dict[str, Any]:
+    """What a trace for a device may ask about it: nothing that takes a compiler to find out."""
+    if device.type == "cuda":
+        return _cuda_machine(device)
     return {
         "device": platform.machine(),
-        "capability": [torch.backends.cpu.get_cpu_capability(), str(pick_vec_isa())],
+        "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
     }
+
+
+def _cuda_machine(device: torch.device) -> dict[str, Any]:
+    found: Any = torch.cuda.get_device_properties(device)
+    capability = f"{found.major}.{found.minor}"
+    return {"device": found.name, "capability": capability, "cuda": torch.version.cuda}
 
 
 def numeric_switches(device: torch.device) -> dict[str, Any]:

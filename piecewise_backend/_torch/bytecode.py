@@ -24,6 +24,8 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.nn_module import NNModuleVariable, UnspecializedNNModuleVariable
 from torch._guards import TracingContext
 
+from piecewise_backend._torch.reads import Read, reads_of, source_text, traced_code
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rewritten:
@@ -43,6 +45,10 @@ class Rewritten:
     """Names of sources that were one object: the graph has it once."""
     looked_at: tuple[str, ...]
     """Names of all sources of which the trace took something."""
+    reads: tuple[Read, ...]
+    """What the trace looked at, and how."""
+    inlined: tuple[CodeType, ...]
+    """The functions that it went through."""
 
     @property
     def original(self) -> CodeType | None:
@@ -69,9 +75,10 @@ def when_rewritten(function: Callable[[Rewritten], None]) -> None:
         return
     output = InstructionTranslator.current_tx().output
     shape_env, assigned = output.shape_env, _assigned_attributes(output.side_effects)
-    found = list(TracingContext.get().guards_context.dynamo_guards)
+    context = TracingContext.get()
+    found = list(context.guards_context.dynamo_guards)
     aliases = tuple(_aliases(found))
-    looked_at = tuple(dict.fromkeys(_source_text(guard.originating_source) for guard in found))
+    looked_at = tuple(dict.fromkeys(source_text(guard.originating_source) for guard in found))
     original = output.root_tx.f_code
     if stale := _handles.pop(original, None):  # of a trace that failed after the backend
         stale.remove()
@@ -82,9 +89,17 @@ def when_rewritten(function: Callable[[Rewritten], None]) -> None:
             conditions = tuple(
                 (shape_env.replace(guard.expr), _location(guard)) for guard in shape_env.guards
             )
-            written = weakref.ref(new_code)
             function(
-                Rewritten(weakref.ref(code), written, conditions, assigned, aliases, looked_at)
+                Rewritten(
+                    traced=weakref.ref(code),
+                    written=weakref.ref(new_code),
+                    shape_guards=conditions,
+                    assigned=assigned,
+                    aliases=aliases,
+                    looked_at=looked_at,
+                    reads=reads_of(context.guards_context.dynamo_guards),
+                    inlined=traced_code(context),
+                )
             )
 
     _handles[original] = convert_frame.register_bytecode_hook(hook)
@@ -100,23 +115,18 @@ def _aliases(found: Any) -> Iterator[tuple[str, str]]:
         function = guard.create_fn
         if getattr(function, "func", None) is guards.GuardBuilder.DUPLICATE_INPUT:
             other = function.keywords["source_b"]
-            yield _source_text(guard.originating_source), _source_text(other)
+            yield source_text(guard.originating_source), source_text(other)
 
 
 def _assigned_attributes(side_effects: Any) -> tuple[str, ...]:
     """From Dynamo's own record of side effects: exact, where names in the code are not."""
     modules = (NNModuleVariable, UnspecializedNNModuleVariable)
     return tuple(
-        f"{_source_text(variable.source)}.{name}"
+        f"{source_text(variable.source)}.{name}"
         for variable, attributes in side_effects.store_attr_mutations.items()
         if isinstance(variable, modules) and variable.source is not None
         for name in attributes
     )
-
-
-def _source_text(source: Any) -> str:
-    name = getattr(source, "name", "")  # a method before torch 2.13
-    return str(name() if callable(name) else name)
 
 
 def replace_graph_call(
@@ -173,6 +183,13 @@ def parameter_names(code: CodeType) -> tuple[str, ...]:
     count = code.co_argcount + code.co_kwonlyargcount
     count += bool(code.co_flags & 0x04) + bool(code.co_flags & 0x08)  # CO_VARARGS, CO_VARKEYWORDS
     return code.co_varnames[:count]
+
+
+def global_names(code: CodeType) -> tuple[str, ...]:
+    """The globals that code looks up, but for the graph that it calls."""
+    loads = (i for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL")
+    names = (str(instruction.argval) for instruction in loads)
+    return tuple(dict.fromkeys(name for name in names if not name.startswith("__compiled_fn")))
 
 
 def _loads_graph(instruction: Instruction) -> bool:

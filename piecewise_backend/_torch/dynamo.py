@@ -13,6 +13,10 @@ from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 from torch._dynamo.exc import ShortenTraceback, Unsupported, UserError
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
+KNOWN_SOURCE = "piecewise_source"
+"""Under which a node of a graph that was not traced here keeps what `source_name` and
+`is_static_input` say of it."""
+
 GUARDED = "_piecewise_guarded"
 """Where a function that stands in for a compiled one keeps it."""
 
@@ -125,6 +129,8 @@ def source_name(node: fx.Node) -> str:
 
     Only there while Dynamo calls the backend; `name` is a method before torch 2.13.
     """
+    if KNOWN_SOURCE in node.meta:
+        return str(node.meta[KNOWN_SOURCE][0])
     source = getattr(node.meta.get("grapharg"), "source", None)
     name = getattr(source, "name", None)
     return str(name() if callable(name) else name) if name is not None else node.name
@@ -135,6 +141,8 @@ def is_static_input(node: fx.Node) -> bool:
 
     Such tensors are expected to stay where they are. Dynamo marks the state of modules.
     """
+    if KNOWN_SOURCE in node.meta:
+        return bool(node.meta[KNOWN_SOURCE][1])
     if node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") is not None:
         return True
     source: Any = getattr(node.meta.get("grapharg"), "source", None)

@@ -20,6 +20,8 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from piecewise_backend._torch.reads import source_text
+
 
 def one_trace_for_all_sizes() -> contextlib.AbstractContextManager[object]:
     """Dynamo's sizes stay symbolic at 0 and 1 too, so that one trace serves every count.
@@ -70,6 +72,16 @@ def hint_of(value: int | torch.SymInt) -> int:
 def size_expr(value: int | torch.SymInt) -> sympy.Expr:
     """A dimension or stride as a sympy expression."""
     return sympy.sympify(number_of(value))
+
+
+def symbols_of_size(size: torch.SymInt) -> dict[sympy.Symbol, str]:
+    """The symbols of a size, and how Dynamo names what shows each.
+
+    There is no public way from a size to the environment that it lives in.
+    """
+    sources: Any = size.node.shape_env.var_to_sources
+    symbols = sorted(size.node.expr.free_symbols, key=str)
+    return {symbol: source_text(sources[symbol][0]) for symbol in symbols}
 
 
 def may_be_same_size(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
@@ -144,13 +156,16 @@ class SizeEnv:
         self.fake_mode = FakeTensorMode(shape_env=self.shape_env)
         self._symints: list[Any] = []
 
-    def symbol(self, hint: int, limits: tuple[int, int] | None = None) -> sympy.Symbol:
+    def symbol(
+        self, hint: int, limits: tuple[int, int] | None = None, *, name: str | None = None
+    ) -> sympy.Symbol:
         """A new size symbol whose example value is `hint`.
 
         Args:
             limits: the smallest and largest value it may have; `conditions` has them.
+            name: of what shows the size; torch makes the symbol's own name of it.
         """
-        source = ConstantSource(f"size{len(self._symints)}")
+        source = ConstantSource(name or f"size{len(self._symints)}")
         symbol = self.shape_env.create_symbol(
             hint, source, dynamic_dim=DimDynamic.DYNAMIC, positive=None if hint < 0 else True
         )

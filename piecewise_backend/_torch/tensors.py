@@ -7,6 +7,13 @@ from typing import Any
 
 import torch
 from torch._C._dynamo.guards import TensorGuards
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def is_plain_fake(tensor: torch.Tensor) -> bool:
+    """A fake tensor that its dtype, device, sizes and strides describe."""
+    is_plain = type(tensor) is FakeTensor and tensor.layout is torch.strided
+    return is_plain and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
 
 
 class TensorCheck:

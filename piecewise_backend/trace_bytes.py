@@ -1,0 +1,78 @@
+"""A stored trace as bytes, and back.
+
+In:  values made of names and numbers; bytes.
+Out: bytes, or why there are none; the values.
+Knows nothing of what they mean.
+
+Python's pickle finds functions and classes by name, and refuses those that it would not find.
+Operators and modules are found by theirs. Tensors and modules of a model are refused.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import marshal
+import pickle
+from types import CodeType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+
+from piecewise_backend.passes.keys import NoContentError
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor | nn.Module):
+            raise NoContentError(f"a {type(obj).__qualname__}")
+        if isinstance(obj, OpOverload):
+            return "overload", obj._schema.name, obj._overloadname
+        if isinstance(obj, OpOverloadPacket):
+            return "packet", obj._qualified_op_name
+        if isinstance(obj, HigherOrderOperator):
+            raise NoContentError(f"{obj}, a higher-order operator")
+        if isinstance(obj, ModuleType):
+            return "module", obj.__name__
+        return ("code", marshal.dumps(obj)) if isinstance(obj, CodeType) else None
+
+
+class _Unpickler(pickle.Unpickler):
+    def persistent_load(self, pid: Any) -> Any:
+        match pid:
+            case ("overload", name, overload):
+                return getattr(_packet(name), overload or "default")
+            case ("packet", name):
+                return _packet(name)
+            case ("module", name):
+                return importlib.import_module(name)
+            case ("code", data):
+                return marshal.loads(data)
+        raise pickle.UnpicklingError(f"{pid!r} stands for nothing")
+
+
+def _packet(name: str) -> OpOverloadPacket:
+    namespace, _, op = name.partition("::")
+    found: OpOverloadPacket = getattr(getattr(torch.ops, namespace), op)
+    return found
+
+
+def to_bytes(value: object) -> bytes:
+    """What is made of names and numbers, as bytes.
+
+    Raises:
+        NoContentError: something in it has no name.
+    """
+    buffer = io.BytesIO()
+    try:
+        _Pickler(buffer, protocol=5).dump(value)
+    except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
+        raise NoContentError(f"something that cannot be stored ({error})") from None
+    return buffer.getvalue()
+
+
+def from_bytes(data: bytes) -> Any:
+    """The opposite of `to_bytes`: runs what is in the data."""
+    return _Unpickler(io.BytesIO(data)).load()

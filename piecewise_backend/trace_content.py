@@ -1,0 +1,190 @@
+"""What things are, so that another process can tell whether it has the same.
+
+In:  what a trace looked at: plain values, tensors, functions, classes.
+Out: JSON that is the same in every process where the trace would be.
+Knows nothing of how a trace looked at it.
+
+Note [Content of code]
+Of a function count its compiled code and its defaults, of a class the functions and plain values
+in it and in its bases: all of which a trace may go through without a look that it records.
+Comments, line numbers and places of files do not count. torch and the standard library count by
+name, as a key has their versions. The values that code reads from globals and closures are looks
+of their own, which Dynamo does record.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import math
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from piecewise_backend import _torch
+from piecewise_backend.passes.keys import NoContentError
+
+_BY_REPR: tuple[type, ...] = (
+    *(bool, int, str, bytes, complex, type(None), type(Ellipsis), range, slice),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+_OF_TORCH = ("torch", "builtins", "piecewise_backend")
+_BY_NAME: tuple[type, ...] = (
+    *(types.BuiltinFunctionType, types.WrapperDescriptorType, types.MethodDescriptorType),
+    *(types.ClassMethodDescriptorType, types.MethodWrapperType, types.GetSetDescriptorType),
+    types.MemberDescriptorType,
+)
+_NOT_OF_CLASS = {"__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__"}
+
+
+class Content:
+    """Describes things, and remembers which code was described."""
+
+    def __init__(self) -> None:
+        self.codes: set[str] = set()
+        """The code objects that were in what was described, by content."""
+        self._classes: dict[type, str] = {}
+
+    def value(self, value: Any) -> Any:
+        """A constant of the trace.
+
+        Raises:
+            NoContentError: nothing but its identity tells what it is.
+        """
+        if isinstance(value, float):
+            return f"float {'nan' if math.isnan(value) else value.hex()}"
+        if isinstance(value, enum.Enum):
+            return f"{self.kind(type(value))} {value.name} {value.value!r}"
+        if type(value) in _BY_REPR or isinstance(value, _BY_REPR[-4:]):
+            return f"{type(value).__name__} {value!r}"
+        if isinstance(value, tuple | list):
+            return [type(value).__qualname__, *map(self.value, value)]
+        if isinstance(value, set | frozenset):
+            return [type(value).__qualname__, *sorted(repr(self.value(item)) for item in value)]
+        if isinstance(value, Mapping):
+            items = value.items()
+            return [type(value).__qualname__, *([self.value(k), self.value(v)] for k, v in items)]
+        return self._named(value)
+
+    def _named(self, value: Any) -> str:
+        if isinstance(value, types.FunctionType):
+            return self.function(value)
+        if isinstance(value, types.MethodType):
+            return f"method of {self.kind(type(value.__self__))}: {self.function(value.__func__)}"
+        if isinstance(value, type):
+            return self.kind(value)
+        if isinstance(value, types.ModuleType):
+            return f"module {value.__name__}"
+        if isinstance(value, types.CodeType):
+            return f"code {self.code(value)}"
+        if isinstance(value, torch._ops.OperatorBase | torch._ops.OpOverloadPacket):
+            return f"operator {value}"
+        if isinstance(value, _BY_NAME):
+            value = cast(Any, value)
+            return f"{getattr(value, '__module__', '')} {value.__qualname__}"
+        raise NoContentError(f"a {type(value).__module__}.{type(value).__qualname__}")
+
+    def function(self, function: Any) -> str:
+        """A function by its code and defaults. See Note [Content of code]."""
+        function = getattr(function, "__func__", function)
+        if _torch.is_taken_as_constant(function):
+            raise NoContentError(f"what {function.__qualname__} returned, taken as a constant")
+        name = f"{function.__module__}.{function.__qualname__}"
+        if not isinstance(function, types.FunctionType) or is_of_build(function.__module__):
+            return name
+        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
+        told = _digest(repr([self._told(value) for value in defaults])) if defaults else ""
+        return f"{name} {self.code(function.__code__)} {told}".strip()
+
+    def kind(self, cls: type) -> str:
+        """A class by what is in it. See Note [Content of code]."""
+        if cls not in self._classes:
+            name = f"{cls.__module__}.{cls.__qualname__}"
+            self._classes[cls] = name  # for what refers back to it
+            bases = [base for base in cls.__mro__ if not is_of_build(base.__module__)]
+            members = [list(self._members(base)) for base in bases]
+            order = [f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__]
+            if bases:
+                self._classes[cls] = f"{name} {_digest(repr((order, members)))}"
+        return self._classes[cls]
+
+    def _members(self, cls: type) -> Iterator[tuple[str, Any]]:
+        for name, member in vars(cls).items():
+            if name in _NOT_OF_CLASS or name.startswith(("__annot", "_abc_", "__static_attr")):
+                continue
+            parts: tuple[Any, ...] = (member,)
+            if isinstance(member, property):
+                parts = (member.fget, member.fset, member.fdel)
+            yield name, [self._told(getattr(part, "__func__", part)) for part in parts]
+
+    def _told(self, value: Any) -> Any:
+        """As much as is to be told of a part; a trace that takes more of it looks at it."""
+        try:
+            return self.value(value)
+        except NoContentError as error:
+            return str(error)
+
+    def code(self, code: types.CodeType) -> str:
+        """A code object and those in it."""
+        found = code_digest(code)
+        if found not in self.codes:
+            self.codes.add(found)
+            for constant in code.co_consts:
+                if isinstance(constant, types.CodeType):
+                    self.code(constant)
+        return found
+
+
+def code_digest(code: types.CodeType) -> str:
+    """The content of a code object, whatever file and line it is from."""
+    return _digest(repr(_code(code)))
+
+
+def _code(code: types.CodeType) -> Any:
+    constants = [
+        _code(c) if isinstance(c, types.CodeType) else _constant(c) for c in code.co_consts
+    ]
+    names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+    counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
+    return (code.co_qualname, code.co_code, code.co_exceptiontable, constants, names, counts)
+
+
+def _constant(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return ("tuple", [_constant(item) for item in value])
+    if isinstance(value, frozenset):
+        return ("frozenset", sorted(repr(_constant(item)) for item in value))
+    return (type(value).__name__, value.hex() if isinstance(value, float) else repr(value))
+
+
+def tensor(value: torch.Tensor, varying: tuple[int, ...] = ()) -> list[Any]:
+    """What a trace takes from a tensor: everything but its contents.
+
+    Args:
+        varying: the dimensions whose size may be any.
+
+    Raises:
+        NoContentError: a tensor of another kind.
+    """
+    if type(value) not in (torch.Tensor, nn.Parameter, nn.Buffer) or value.layout != torch.strided:
+        raise NoContentError(f"a {type(value).__qualname__} of layout {value.layout}")
+    if value.is_conj() or value.is_neg() or value.is_quantized or value.is_nested:
+        raise NoContentError("a conjugate, negated, quantised or nested tensor")
+    sizes = [None if dim in varying else size for dim, size in enumerate(value.shape)]
+    strides = "contiguous" if value.is_contiguous() else list(value.stride())
+    kinds = [value.requires_grad, value.is_inference()]
+    return [type(value).__name__, str(value.dtype), str(value.device), sizes, strides, kinds]
+
+
+def is_of_build(module: str | None) -> bool:
+    """Part of what a key has the version of: torch, this package, the standard library."""
+    root = str(module).partition(".")[0]
+    return root in _OF_TORCH or root in sys.stdlib_module_names
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -1,0 +1,69 @@
+"""The functions that a trace went through, by name.
+
+In:  code objects, and what was described already.
+Out: the names of those that were not; and what has such a name in this process.
+Knows nothing of how a trace looked at something.
+"""
+
+from __future__ import annotations
+
+import importlib
+import operator
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+
+from piecewise_backend.passes.keys import NoContentError
+from piecewise_backend.trace_content import Content, code_digest
+
+_MAX_WRAPPED = 16
+
+
+def functions_not_seen(content: Content, inlined: Sequence[CodeType]) -> Iterator[tuple[str, str]]:
+    """The functions that were gone through and that no read led to, by name.
+
+    Raises:
+        NoContentError: one of them is not found by its name.
+    """
+    for code in inlined:
+        if code_digest(code) in content.codes or _is_of_build(code.co_filename):
+            continue
+        outer = code.co_qualname.partition(".<locals>")[0]
+        holders = [n for n, m in list(sys.modules.items()) if _file_of(m) == code.co_filename]
+        for module in holders:
+            for function in functions_named(module, outer):
+                content.value(function)
+            if code_digest(code) in content.codes:
+                yield module, outer
+                break
+        else:
+            raise NoContentError(f"{code.co_qualname}, which is not found by its name")
+
+
+def functions_named(module: str, name: str) -> list[Any]:
+    """A function by its name, and those that it wraps; nothing if there is none."""
+    try:
+        found: Any = operator.attrgetter(name)(importlib.import_module(module))
+    except (ImportError, AttributeError):
+        return []
+    chain = [found]
+    while hasattr(found, "__wrapped__") and len(chain) < _MAX_WRAPPED:
+        found = found.__wrapped__
+        chain.append(found)
+    return chain
+
+
+def _file_of(module: object) -> str | None:
+    return getattr(module, "__file__", None)
+
+
+def _is_of_build(file: str) -> bool:
+    """A file of torch, this package or the standard library, whose versions are in the key."""
+    own, library = (f"{os.path.dirname(f)}{os.sep}" for f in (__file__, os.__file__))
+    is_library = file.startswith(library) and f"{os.sep}site-packages{os.sep}" not in file
+    is_torchs = file.startswith(f"{os.path.dirname(torch.__file__)}{os.sep}")
+    return is_library or is_torchs or file.startswith((own, "<frozen "))

@@ -1,0 +1,323 @@
+"""Traces that other processes made: `pw.compile` with `cache_dir` starts without Dynamo."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from piecewise_backend.cache_contents import entries
+from piecewise_backend.cache_entry import ARTIFACT
+
+PROJECT = Path(__file__).parents[1]
+
+HELPERS = """\
+import functools
+
+
+def noted(function):
+    @functools.wraps(function)
+    def call(*args):
+        return function(*args)
+    return call
+
+
+SCALE = 3.0
+
+
+@noted
+def scaled(x, heads):
+    return x * heads + SCALE
+
+
+def adder(amount):
+    def add(x):
+        return x + amount
+    return add
+
+
+def shifted(x):
+    return x - 0.5
+"""
+
+MODEL = """\
+import dataclasses
+import os
+
+import torch
+from torch import Tensor, nn
+
+from shop import helpers
+from shop.helpers import adder, scaled
+
+ADD = adder(7.0)
+TABLE = torch.arange(4.0)
+
+
+@dataclasses.dataclass
+class Settings:
+    heads: int = 2
+    act: str = "silu"
+    eps: float = 1e-5
+
+
+class Base(nn.Module):
+    SLOPE = 0.25
+
+    def finish(self, x, k: int = 1):
+        return x * self.SLOPE * k
+
+
+class Block(Base):
+    def __init__(self, settings, index):
+        super().__init__()
+        self.settings, self.index = settings, index
+        self.qkv, self.out = nn.Linear(4, 12), nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4, eps=settings.eps)
+        self.register_buffer("offset", torch.ones(4))
+        self.options = {"bias": 1.5}
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        out = torch.empty_like(q)
+        torch.ops.pwtest.layer_attn(q, k, v, out, f"layers.{self.index}")
+        y = self.out(out) + self.options["bias"] + self.offset
+        if self.settings.act == "silu":
+            y = nn.functional.silu(y)
+        y = helpers.shifted(ADD(scaled(y, self.settings.heads)))
+        return x + self.finish(y) + TABLE.to(y.dtype)
+
+
+class Model(nn.Module):
+    def __init__(self, num_layers=2):
+        super().__init__()
+        self.settings = Settings()
+        self.layers = nn.ModuleList(Block(self.settings, i) for i in range(num_layers))
+
+    def forward(self, x: Tensor, is_counted: bool = True):
+        for layer in self.layers:
+            x = layer(x)
+        return {"x": x, "count": x.shape[0] if is_counted else None}
+
+
+class Patched(Model):
+    def __init__(self):
+        super().__init__()
+        self.layers[0].norm.forward = lambda x: x * 2
+
+
+class ByVariable(Model):
+    def forward(self, x: Tensor):
+        x = super().forward(x)["x"]
+        return {"x": x * (2 if os.environ.get("SHOP") == "double" else 1), "count": x.shape[0]}
+
+
+class Branching(Model):
+    def forward(self, x: Tensor):
+        count = x.shape[0]
+        x = super().forward(x)["x"]
+        return {"x": x * 2 if count > 6 else x, "count": count}
+
+
+def function(factor=2.0):
+    amount = factor * 2
+
+    def run(x: Tensor):
+        x = torch.ops.pwtest.fresh(x, x, x)
+        return {"x": ADD(x) * amount, "count": x.shape[0]}
+
+    return run
+"""
+
+LOADED = {"num_traces_loaded": 1, "num_graphs_seen": 0, "frames": 0}
+TRACED = {"num_traces_loaded": 0, "num_graphs_seen": 1, "frames": 1}
+
+
+def shop(folder: Path) -> Path:
+    """Write the package that is compiled; returns its folder."""
+    (folder / "shop").mkdir(parents=True)
+    (folder / "shop" / "__init__.py").write_text("")
+    (folder / "shop" / "helpers.py").write_text(HELPERS)
+    (folder / "shop" / "model.py").write_text(MODEL)
+    return folder
+
+
+def in_process(folder: Path, cache: Path, *variants: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a process counts that starts these variants, without kernels of earlier ones."""
+    home = folder / f"home{len(list(folder.iterdir()))}"
+    home.mkdir()
+    environment = os.environ | {
+        "HOME": str(home),
+        "PYTHONPATH": f"{PROJECT}{os.pathsep}{folder}",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(home / "inductor"),
+        "OMP_NUM_THREADS": "1",
+    }
+    texts = map(json.dumps, variants)
+    command = [sys.executable, "-m", "tests.trace_process", str(cache), *texts]
+    done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def was(found: dict[str, Any], wanted: dict[str, int]) -> None:
+    """Assert what was counted, and that results were right and nothing was warned about."""
+    assert {name: found[name] for name in wanted} == wanted
+    assert found["is_right"]
+    assert not found["warnings"]
+    assert found["num_replays"] > 0
+
+
+@pytest.fixture(scope="module")
+def cold(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the package, and a cache that a process filled."""
+    folder = shop(tmp_path_factory.mktemp("cold"))
+    filled = in_process(
+        folder, folder / "cache", {}, {"model": "Branching", "sizes": FEW}, {"model": "function"}
+    )
+    for found in filled:
+        was(found, TRACED)
+    return folder
+
+
+@pytest.fixture
+def copied(cold: Path, tmp_path: Path) -> Path:
+    """The same in another place."""
+    shutil.copytree(cold, tmp_path / "copied")
+    return tmp_path / "copied"
+
+
+FEW, MANY = [5, 4, 4, 4, 3], [7, 8, 8, 8, 8, 16]
+SAME: dict[str, dict[str, Any]] = {
+    "the same": {},
+    "another first size": {"sizes": [16, 3, 8, 8, 8]},
+    "the same branch": {"model": "Branching", "sizes": FEW},
+    "the same function": {"model": "function"},
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "the other branch": {"model": "Branching", "sizes": MANY},
+    "an attribute of its settings": {"attributes": {"model.settings.heads": 3}},
+    "a string of its settings": {"attributes": {"model.settings.act": "none"}},
+    "an attribute of a layer": {"attributes": {"model.layers[1].options": {"bias": 2.5}}},
+    "an attribute of a layer of torch": {"attributes": {"model.layers[1].norm.eps": 0.5}},
+    "a global": {"attributes": {"shop.helpers.SCALE": 4.0}},
+    "a closure": {"attributes": {"shop.model.ADD.__closure__[0].cell_contents": 8.0}},
+    "a class attribute": {"attributes": {"shop.model.Base.SLOPE": 0.5}},
+    "another number of layers": {"arguments": {"num_layers": 3}},
+    "another closure of a function": {"model": "function", "arguments": {"factor": 3.0}},
+    "a method of its own": {"model": "Patched"},
+    "another dtype": {"dtype": "float64"},
+    "other options": {"options": {"outputs": "static"}},
+    "other splitting ops": {"options": {"splitting_ops": ["pwtest::layer_attn"]}},
+    "inference mode": {"mode": "inference_mode"},
+    "gradients on": {"mode": "enable_grad"},
+    "a registered splitting op": {"declare": {"pwtest::layer_attn": "always"}},
+}
+"""Each after the other in one process: what one changes stays changed for those behind it."""
+
+
+@pytest.fixture(scope="module")
+def warm(cold: Path) -> list[dict[str, dict[str, Any]]]:
+    """What two processes count, one after the other, that start all variants."""
+    names, variants = [*SAME, *OTHERS], (*SAME.values(), *OTHERS.values())
+    runs = (in_process(cold, cold / "cache", *variants) for _ in range(2))
+    return [dict(zip(names, found, strict=True)) for found in runs]
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_another_process_traces_nothing(warm: Any, name: str) -> None:
+    for found in warm:
+        was(found[name], LOADED)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_differs_is_traced_anew_and_stored_beside(warm: Any, name: str) -> None:
+    was(warm[0][name], TRACED)
+    was(warm[1][name], LOADED)
+
+
+def edited(folder: Path, file: str, old: str, new: str) -> dict[str, Any]:
+    """What a process counts after a change of the sources."""
+    path = folder / "shop" / file
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    (found,) = in_process(folder, folder / "cache", {})
+    return found
+
+
+def test_elsewhere_with_other_comments_nothing_is_traced(copied: Path) -> None:
+    was(edited(copied, "helpers.py", "SCALE = 3.0", "# A comment.\n\nSCALE = 3.0"), LOADED)
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("helpers.py", "x * heads + SCALE", "x * heads - SCALE"),
+        ("helpers.py", "x + amount", "x - amount"),
+        ("helpers.py", "x - 0.5", "x - 0.75"),
+        ("helpers.py", "SCALE = 3.0", "SCALE = 5.0"),
+        ("model.py", "x * self.SLOPE", "x / self.SLOPE"),
+        ("model.py", "k: int = 1", "k: int = 2"),
+        ("model.py", "out = torch.empty_like(q)", "out = torch.empty_like(v)"),
+    ],
+)
+def test_changed_code_is_traced_anew(copied: Path, file: str, old: str, new: str) -> None:
+    was(edited(copied, file, old, new), TRACED)
+
+
+def kinds(cache: Path) -> dict[str, list[Path]]:
+    """The folders of entries: of questions, of answers, of pieces."""
+    found: dict[str, list[Path]] = {"questions": [], "answers": [], "piece": []}
+    for entry in entries(cache):
+        key = json.loads((entry.folder / "key.json").read_text())["key"]
+        found[next(kind for kind in found if kind in key)].append(entry.folder)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["questions", "answers"])
+def test_a_damaged_file_is_named_once_and_traced_anew(copied: Path, kind: str) -> None:
+    for folder in kinds(copied / "cache")[kind]:
+        data = bytearray((folder / ARTIFACT).read_bytes())
+        data[len(data) // 2] ^= 1
+        (folder / ARTIFACT).write_bytes(data)
+    first, second = in_process(copied, copied / "cache", {}, {})
+    (warning,) = first.pop("warnings")
+    assert "checksum" in warning
+    assert str(copied / "cache") in warning
+    was(first | {"warnings": []}, TRACED)
+    was(second, LOADED)
+
+
+def test_pieces_that_are_gone_are_compiled_from_the_stored_graph(tmp_path: Path) -> None:
+    folder, variant = shop(tmp_path / "shop"), {"options": {"compiler": "inductor"}}
+    (cold,) = in_process(folder, folder / "cache", variant)
+    was(cold, TRACED)
+    (warm,) = in_process(folder, folder / "cache", variant)
+    was(warm, LOADED | {"num_inductor_compiles": 0})
+    assert warm["num_artifacts_loaded"] == cold["num_inductor_compiles"]
+    for piece in kinds(folder / "cache")["piece"]:
+        shutil.rmtree(piece)
+    (bare,) = in_process(folder, folder / "cache", variant)
+    was(bare, LOADED | {"num_inductor_compiles": cold["num_inductor_compiles"]})
+
+
+@pytest.mark.parametrize(
+    "options", [{"check_guards": True}, {"cache_dir": "off"}, {"dump_dir": "dump"}], ids=str
+)
+def test_where_traces_are_of_no_use_none_is_stored(tmp_path: Path, options: Any) -> None:
+    folder = shop(tmp_path / "shop")
+    for found in in_process(folder, folder / "cache", *[{"options": options, "sizes": FEW}] * 2):
+        was(found, TRACED)
+    assert entries(folder / "cache") == ()
+
+
+def test_no_weight_is_in_what_is_stored(cold: Path) -> None:
+    for folder in kinds(cold / "cache")["answers"]:
+        assert b"torch._utils" not in (folder / ARTIFACT).read_bytes()

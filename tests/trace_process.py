@@ -1,0 +1,78 @@
+"""A process that starts variants of a model with a cache: `python -m tests.trace_process`.
+
+Arguments: the cache directory, then a JSON object of settings for each variant. The model is that
+of a package `shop` on the path. Prints for each variant what was counted, and whether results are
+right.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import warnings
+from typing import Any
+
+import torch
+from torch._dynamo import convert_frame
+
+import piecewise_backend as pw
+from tests.helpers import SPLIT_OPS, declare, rows
+
+SIZES = (5, 4, 8, 3, 3, 3, 16, 2, 33, 1, 7, 7, 7)
+
+
+def run(cache: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Compile a variant of the model, and call it at several sizes."""
+    import shop.model  # noqa: PLC0415  # written by the test
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    for name, value in settings.get("environment", {}).items():
+        os.environ[name] = value
+    for op, capture in settings.get("declare", {}).items():
+        declare(capture, op)
+    model = getattr(shop.model, settings.get("model", "Model"))(**settings.get("arguments", {}))
+    dtype = getattr(torch, settings.get("dtype", "float32"))
+    if isinstance(model, torch.nn.Module):
+        model = model.to(dtype).requires_grad_(False)
+    for path, value in settings.get("attributes", {}).items():
+        holder, _, name = path.rpartition(".")
+        setattr(eval(holder, {"model": model, "shop": shop}), name, value)
+    options = {
+        "compiler": "eager",
+        "graph_impl": "emulated",
+        "splitting_ops": list(SPLIT_OPS),
+        "cudagraph_capture_sizes": [4, 8, 16],
+        "cache_dir": cache,
+    }
+    before, num_frames = pw.compilation_counter.counts(), convert_frame.FRAME_COUNTER
+    compiled = pw.compile(model, **options | settings.get("options", {}))
+    mode = getattr(torch, settings.get("mode", "no_grad"), contextlib.nullcontext)
+    is_right = True
+    with mode(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for size in settings.get("sizes", SIZES):
+            x = rows(size, dtype=dtype)
+            got, wanted = compiled(x), model(x)
+            is_right &= got["count"] == wanted["count"] == size
+            tolerance = 1e-5 if dtype is torch.float32 else 1e-2
+            is_right &= torch.allclose(got["x"], wanted["x"], rtol=tolerance, atol=tolerance)
+    after = pw.compilation_counter.counts()
+    told = [str(w.message) for w in caught if "compilation cache" in str(w.message)]
+    return {name: after[name] - before[name] for name in after} | {
+        "frames": convert_frame.FRAME_COUNTER - num_frames,
+        "is_right": bool(is_right),
+        "warnings": told,
+        "num_replays": sum(graph.num_replays for graph in compiled.report().graphs),
+    }
+
+
+def main() -> None:
+    """Run the variants one after the other."""
+    cache, *variants = sys.argv[1:]
+    for variant in variants:
+        print(json.dumps(run(cache, json.loads(variant))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
