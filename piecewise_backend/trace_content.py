@@ -17,6 +17,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
+import os
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -32,11 +33,11 @@ _BY_REPR: tuple[type, ...] = (
     *(bool, int, str, bytes, complex, type(None), type(Ellipsis), range, slice),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
+_OF_PROCESS = (id, hash)
 _OF_TORCH = ("torch", "builtins", "piecewise_backend")
 _BY_NAME: tuple[type, ...] = (
-    *(types.BuiltinFunctionType, types.WrapperDescriptorType, types.MethodDescriptorType),
+    *(types.WrapperDescriptorType, types.MethodDescriptorType, types.MemberDescriptorType),
     *(types.ClassMethodDescriptorType, types.MethodWrapperType, types.GetSetDescriptorType),
-    types.MemberDescriptorType,
 )
 _NOT_OF_CLASS = {"__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__"}
 
@@ -83,6 +84,8 @@ class Content:
             return f"code {self.code(value)}"
         if isinstance(value, torch._ops.OperatorBase | torch._ops.OpOverloadPacket):
             return f"operator {value}"
+        if isinstance(value, types.BuiltinFunctionType):
+            return self.function(value)
         if isinstance(value, _BY_NAME):
             value = cast(Any, value)
             return f"{getattr(value, '__module__', '')} {value.__qualname__}"
@@ -91,6 +94,8 @@ class Content:
     def function(self, function: Any) -> str:
         """A function by its code and defaults. See Note [Content of code]."""
         function = getattr(function, "__func__", function)
+        if function in _OF_PROCESS:
+            raise NoContentError(f"what {function.__name__}() returned, which no other process has")
         if _torch.is_taken_as_constant(function):
             raise NoContentError(f"what {function.__qualname__} returned, taken as a constant")
         name = f"{function.__module__}.{function.__qualname__}"
@@ -111,6 +116,26 @@ class Content:
             if bases:
                 self._classes[cls] = f"{name} {_digest(repr((order, members)))}"
         return self._classes[cls]
+
+    def outline(self, value: Any) -> Any:
+        """An object that is looked into: its class, and what can be looked for in it.
+
+        Raises:
+            NoContentError: the environment, of which Dynamo guards nothing that is not set.
+        """
+        if value is os.environ:
+            raise NoContentError("the environment")
+        kind = self.kind(type(value))
+        if isinstance(value, dict):
+            return [kind, *map(self.value, dict.keys(value))]
+        if isinstance(value, set | frozenset):
+            return [kind, self.value(value)]
+        if isinstance(value, tuple | list):
+            return [kind, len(value)]
+        is_module = isinstance(value, nn.Module)
+        if (is_module or not is_of_build(type(value).__module__)) and hasattr(value, "__dict__"):
+            return [kind, *sorted(vars(value))]
+        return kind
 
     def _members(self, cls: type) -> Iterator[tuple[str, Any]]:
         for name, member in vars(cls).items():

@@ -27,9 +27,11 @@ def functions_not_seen(content: Content, inlined: Sequence[CodeType]) -> Iterato
     """The functions that were gone through and that no read led to, by name.
 
     Raises:
-        NoContentError: one of them is not found by its name.
+        NoContentError: one of them is not found by its name, or reads the environment.
     """
     for code in inlined:
+        if code.co_filename == os.__file__ and code.co_qualname.startswith("_createenviron."):
+            raise NoContentError("the environment")  # Dynamo guards nothing that is not set
         if code_digest(code) in content.codes or _is_of_build(code.co_filename):
             continue
         outer = code.co_qualname.partition(".<locals>")[0]

@@ -10,8 +10,9 @@ function and tensor, by a name that starts from an argument, a closure variable 
 names are the questions. What is found under them is described by content, and the trace serves a
 process whose answers are all the same: there Dynamo would go the same way. More is asked than
 Dynamo guards: classes and functions are compared by their code, and the functions that it went
-through are looked for among those, and else asked for by name. A kind of guard that is not known
-here, or something that has no content, means that the trace is not stored.
+through are looked for among those, and else asked for by name; keys and names of attributes are
+all compared, since a look for one that was not there is not always guarded. A kind of guard that
+is not known here, or something that has no content, means that the trace is not stored.
 """
 
 from __future__ import annotations
@@ -232,7 +233,7 @@ def _op(name: str) -> list[list[str]]:
 
 
 def _kind(content: Content, value: Any, detail: Any) -> Any:
-    return content.kind(type(value))
+    return content.outline(value)
 
 
 def _value(content: Content, value: Any, detail: Any) -> Any:

@@ -118,6 +118,48 @@ class ByVariable(Model):
         return {"x": x * (2 if os.environ.get("SHOP") == "double" else 1), "count": x.shape[0]}
 
 
+class Constant(Model):
+    def forward(self, x: Tensor):
+        x = super().forward(x)["x"]
+        return {"x": x * scale_now(), "count": x.shape[0]}
+
+
+@torch.compiler.assume_constant_result
+def scale_now():
+    return helpers.SCALE
+
+
+class Hashed(Model):
+    def forward(self, x: Tensor):
+        x = super().forward(x)["x"]
+        return {"x": x * (id(ADD) % 7), "count": x.shape[0]}
+
+
+class Missing(Model):
+    def __init__(self, is_there=False):
+        super().__init__()
+        self.table = {"factor": 3} if is_there else {}
+
+    def forward(self, x: Tensor):
+        x = super().forward(x)["x"]
+        try:
+            x = x * self.table["factor"]
+        except KeyError:
+            x = x * 2
+        return {"x": x, "count": x.shape[0]}
+
+
+class Lacking(Model):
+    def __init__(self, is_there=False):
+        super().__init__()
+        if is_there:
+            self.factor = 3
+
+    def forward(self, x: Tensor):
+        x = super().forward(x)["x"]
+        return {"x": x * getattr(self, "factor", 2), "count": x.shape[0]}
+
+
 class Branching(Model):
     def forward(self, x: Tensor):
         count = x.shape[0]
@@ -316,6 +358,35 @@ def test_where_traces_are_of_no_use_none_is_stored(tmp_path: Path, options: Any)
     for found in in_process(folder, folder / "cache", *[{"options": options, "sizes": FEW}] * 2):
         was(found, TRACED)
     assert entries(folder / "cache") == ()
+
+
+@pytest.mark.parametrize(
+    ("variant", "other"),
+    [
+        ({"model": "ByVariable"}, {"model": "ByVariable", "environment": {"SHOP": "double"}}),
+        ({"model": "Constant"}, {"model": "Constant", "attributes": {"shop.helpers.SCALE": 4.0}}),
+        ({"model": "Hashed"}, {"model": "Hashed"}),
+    ],
+    ids=["environment", "constant result", "hash"],
+)
+def test_a_trace_that_cannot_be_compared_is_not_stored(
+    tmp_path: Path, variant: dict[str, Any], other: dict[str, Any]
+) -> None:
+    folder = shop(tmp_path / "shop")
+    for settings in (variant, other):
+        (found,) = in_process(folder, folder / "cache", settings)
+        was(found, TRACED)
+    assert entries(folder / "cache") == ()
+
+
+@pytest.mark.parametrize("model", ["Missing", "Lacking"])
+def test_what_was_not_there_is_missed(tmp_path: Path, model: str) -> None:
+    folder, variant = shop(tmp_path / "shop"), {"model": model}
+    there = {"model": model, "arguments": {"is_there": True}}
+    was(in_process(folder, folder / "cache", variant)[0], TRACED)
+    first, second = in_process(folder, folder / "cache", variant, there)
+    was(first, LOADED)
+    was(second, TRACED)
 
 
 def test_no_weight_is_in_what_is_stored(cold: Path) -> None:
