@@ -2,7 +2,7 @@
 
 `definition` a pass is data · `order` the one ordered list · `running` runs it over a graph ·
 `noops`, `fusions` and `functionalization` are passes, `ops` what fusions put in ·
-`validation` finds out what a pass broke · `keys` what caches compare.
+`validation` finds out what a pass broke · `keys` what caches compare, of the `content` of code.
 Knows nothing of the pipeline that the graphs come from.
 """
 

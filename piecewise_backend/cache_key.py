@@ -28,10 +28,9 @@ from torch._ops import OpOverload, OpOverloadPacket
 from piecewise_backend import _torch, hoisting
 from piecewise_backend.cache_entry import Key
 from piecewise_backend.canonical import DistinctPiece
-from piecewise_backend.passes.keys import NoContentError, content_key, digest
+from piecewise_backend.passes.keys import NoContentError, content_key, digest, op_content
 from piecewise_backend.steps import Constant, Host
 
-_TORCH_NAMESPACES = {"aten", "prims", "prim"}
 _TORCH_MODULES = {"torch", "_operator", "operator", "builtins", "math"}
 
 
@@ -134,25 +133,21 @@ def _callee(node: fx.Node) -> Iterator[tuple[str, Any]]:
     target: Any = node.target
     if (kernel := _torch.triton_kernel_of(node)) is not None:
         yield f"Triton kernel of {node.name}", digest([content_key(kernel)])
-    elif isinstance(target, OpOverloadPacket):
-        for overload in target.overloads():
-            yield from _op(getattr(target, overload))
-    elif isinstance(target, OpOverload):
-        yield from _op(target)
+    elif isinstance(target, OpOverload | OpOverloadPacket):
+        for overload in _torch.overloads_of(target) or ():
+            yield from _op(overload)
     elif str(target.__module__).partition(".")[0] not in _TORCH_MODULES:
         yield f"{target.__module__}.{target.__qualname__}", digest([content_key([target])])
 
 
 def _op(op: OpOverload) -> Iterator[tuple[str, Any]]:
     original = hoisting.original_of(op)
-    if original.namespace in _TORCH_NAMESPACES:
+    if _torch.is_from_torch(original):
         return
     if _torch.is_hidden_composite(original):
         yield str(original), _HIDDEN
         return
-    functions = _torch.python_functions(original)
-    content = {name: digest([content_key([f])]) for name, f in sorted(functions.items())}
-    yield str(original), {"schema": str(original._schema), **content}
+    yield str(original), op_content(original)
 
 
 @functools.cache

@@ -62,9 +62,12 @@ from piecewise_backend._torch.memory import (
     weak_view,
 )
 from piecewise_backend._torch.operators import (
+    is_from_torch,
     is_hidden_composite,
     kernel_below_dispatcher,
     operator_names,
+    overloads_named,
+    overloads_of,
     python_functions,
     triton_kernel_of,
 )
@@ -148,6 +151,7 @@ __all__ = [
     "inductor_counts",
     "inductor_options",
     "is_for_inductor",
+    "is_from_torch",
     "is_hidden_composite",
     "is_higher_order",
     "is_plain_fake",
@@ -167,6 +171,8 @@ __all__ = [
     "ordinary_tensors",
     "original_is_wanted",
     "original_of",
+    "overloads_named",
+    "overloads_of",
     "parameter_names",
     "piece_rewriter",
     "portable_options",

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import fx
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch._library import simple_registry
-from torch._library.custom_ops import OPDEFS
+from torch._library.custom_ops import OPDEFS, CustomOpDef
+from torch._ops import OpOverload, OpOverloadPacket
+
+_NAMESPACES_OF_TORCH = frozenset({"aten", "prims", "prim"})
 
 
 def operator_names() -> list[str]:
@@ -18,7 +21,38 @@ def operator_names() -> list[str]:
     return sorted({schema.name for schema in torch._C._jit_get_all_schemas()})
 
 
-def kernel_below_dispatcher(op: torch._ops.OpOverload, device: str) -> Callable[..., Any]:
+def is_from_torch(op: OpOverload) -> bool:
+    """The op is one of those that torch itself decomposes and compiles."""
+    return op.namespace in _NAMESPACES_OF_TORCH
+
+
+def overloads_named(namespaces: Iterable[str], names: Iterable[str]) -> list[OpOverload]:
+    """The ops of these namespaces, none of torch's, that have one of these names.
+
+    Asks the dispatcher first, as `torch.ops.x.y` makes a namespace of any name it is asked for.
+    Ends when torch has a public list of ops.
+    """
+    namespaces, names, found = set(namespaces) - _NAMESPACES_OF_TORCH, set(names), set()
+    for qualified in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = qualified.partition("::")
+        if namespace in namespaces and (name := name.partition(".")[0]) in names:
+            found.add((namespace, name))
+    packets = [getattr(getattr(torch.ops, where), name, None) for where, name in sorted(found)]
+    return [overload for packet in packets for overload in overloads_of(packet) or ()]
+
+
+def overloads_of(value: object) -> list[OpOverload] | None:
+    """The overloads that an op object stands for; None of what is no op."""
+    if isinstance(value, CustomOpDef):
+        return [value._opoverload]
+    if isinstance(value, OpOverload):
+        return [value]
+    if isinstance(value, OpOverloadPacket):
+        return [getattr(value, name) for name in value.overloads()]
+    return [] if isinstance(value, torch._ops.OperatorBase) else None
+
+
+def kernel_below_dispatcher(op: OpOverload, device: str) -> Callable[..., Any]:
     """The function that finally runs for `op` on a device type.
 
     A call through `torch.ops` costs 43 us where the kernel costs 22, and the function that a
@@ -43,7 +77,7 @@ def _autocast(definition: Any) -> object:
     return getattr(definition, "_autocast_dtype", None)
 
 
-def python_functions(op: torch._ops.OpOverload) -> dict[str, Callable[..., Any]]:
+def python_functions(op: OpOverload) -> dict[str, Callable[..., Any]]:
     """What users wrote for an op in Python: its kernels by device type, and its "fake".
 
     A kernel registered with `torch.library.impl` is not among them: torch keeps it in C++ only.
@@ -72,7 +106,7 @@ def _as_written(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def is_hidden_composite(op: torch._ops.OpOverload) -> bool:
+def is_hidden_composite(op: OpOverload) -> bool:
     """Tracing goes through the op, by code that torch does not show."""
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     return op._schema.name not in OPDEFS and op.has_kernel_for_dispatch_key(composite)
