@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import sympy
 
@@ -19,6 +19,9 @@ from piecewise_backend.canonical import DistinctPiece
 from piecewise_backend.compiler import PieceCompiler, Specialization
 from piecewise_backend.steps import Constant, Host
 from piecewise_backend.version import Call, Numbers, Version, num_sizes
+
+if TYPE_CHECKING:
+    from piecewise_backend.tuning import Tuning
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +48,8 @@ class Versions:
         self.compiled: list[Version] = []
         self.preferred: dict[Numbers, Version] = {}
         """By size, what was found to be faster there than the versions for all sizes."""
-        self.tunings: dict[Numbers, Any] = {}
-        """By size, how that was found out (`tuning.Tuning`)."""
+        self.tunings: dict[Numbers, Tuning] = {}
+        """By size, how that was found out."""
         self.is_sealed = False
         self._special: dict[str, Version] = {}
         self._compiler = compiler
