@@ -218,7 +218,7 @@ def was(found: dict[str, Any], wanted: dict[str, int]) -> None:
     assert found["num_replays"] > 0
 
 
-@pytest.fixture(scope="session")  # of a module they would be made anew after other tests
+@pytest.fixture(scope="module")
 def cold(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the package, and a cache that a process filled."""
     folder = shop(tmp_path_factory.mktemp("cold"))
@@ -266,7 +266,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 """Each after the other in one process: what one changes stays changed for those behind it."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def warm(cold: Path) -> list[dict[str, dict[str, Any]]]:
     """What two processes count, one after the other, that start all variants."""
     names, variants = [*SAME, *OTHERS], (*SAME.values(), *OTHERS.values())
