@@ -79,7 +79,8 @@ def symbols_of_size(size: torch.SymInt) -> dict[sympy.Symbol, str]:
 
     There is no public way from a size to the environment that it lives in.
     """
-    sources: Any = size.node.shape_env.var_to_sources
+    env: Any = size.node.shape_env
+    sources = env.var_to_sources
     symbols = sorted(size.node.expr.free_symbols, key=str)
     return {symbol: source_text(sources[symbol][0]) for symbol in symbols}
 
