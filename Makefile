@@ -13,7 +13,7 @@ demo: $(READY) ## install the package and run the main job
 
 test: $(READY) ## all tests that need no GPU
 	$(PIP) ".[test]"
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m "not gpu" -n auto --dist loadgroup
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m "not gpu" -n auto
 
 check: $(READY) ## format, lint, types, import contracts, size budget
 	$(PIP) ".[check]"

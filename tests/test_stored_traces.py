@@ -17,8 +17,6 @@ from piecewise_backend.cache_entry import ARTIFACT
 
 PROJECT = Path(__file__).parents[1]
 
-pytestmark = pytest.mark.xdist_group("stored traces")  # processes that fill caches, once for all
-
 HELPERS = """\
 import functools
 
