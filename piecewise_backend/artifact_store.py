@@ -115,22 +115,23 @@ class ArtifactStore:
         self._make_room(keep=cache_entry.name_of(key))
         return Fetched(made.value, is_hit=False)
 
-    def find(self, key: Key, load: Callable[[Content], T]) -> T | None:
+    def find(self, key: Key, load: Callable[[Content], T], serves: Serves = _always) -> T | None:
         """What belongs to `key` if any process stored it. What is damaged is removed.
 
         Args:
             key: everything that the artifact depends on.
             load: from what was stored. What it raises makes the entry a damaged one.
+            serves: as of `fetch`.
         """
-        found = self._find(key, load, _always)
+        found = self._find(key, load, serves)
         if isinstance(found, Damaged):
             lock = lock_of(self.root, cache_entry.group_of(key))
             try:
                 with locked(lock, seconds=self._lock_seconds):
                     # Another process may have replaced it meanwhile.
-                    found = self._find(key, load, _always)
+                    found = self._find(key, load, serves)
                     while isinstance(found, Damaged) and self._has_removed(found):
-                        found = self._find(key, load, _always)
+                        found = self._find(key, load, serves)
             except (OSError, LockTimeoutError) as error:
                 self._warn(f"{found} ({error}); not used")
         return found.value if isinstance(found, Fetched) else None

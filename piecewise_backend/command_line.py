@@ -90,6 +90,8 @@ def _summary(record: Record | Damaged | None) -> str:
     if "trace" in known:
         what = "trace" if "answers" in known else "questions of traces"
         return f"{what} of {str(known['trace']['function']).split()[0]}, {device}, torch {version}"
+    if "kernel choices of" in known:
+        return f"what the kernels of artifact {known['kernel choices of'][:16]} chose when they ran"
     nodes = len(known["piece"].get("nodes", ()))
     conditions = " and ".join(record.about.get("conditions", ()))
     where = f" where {conditions}" if conditions else ""

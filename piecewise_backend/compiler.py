@@ -9,6 +9,12 @@ Inductor decides things by looking at the example sizes: a softmax over tokens i
 up to 4096 of them, a view for even counts. Each version is compiled in a size environment of
 its own, which records these decisions as conditions. For every new size the conditions are
 evaluated once and the answer is kept; a size that violates them gets a version of its own.
+
+Note [Settled]
+Inductor's coordinate descent happens when a kernel runs for the first time, and what it compiled
+then is not in the artifact, which is of the time before: each process that loads it would tune
+it again. So a version that was found to be the best is compiled once more, by kernels that begin
+with what was chosen, and this one is stored.
 """
 
 from __future__ import annotations
@@ -22,11 +28,12 @@ import sympy
 
 from piecewise_backend import _torch
 from piecewise_backend.artifact_store import ArtifactStore, Fetched, Made
-from piecewise_backend.cache_entry import Content
+from piecewise_backend.cache_entry import Content, Key
 from piecewise_backend.cache_key import Uncacheable, piece_key
 from piecewise_backend.canonical import DistinctPiece
 from piecewise_backend.counters import CompilationCounter
 from piecewise_backend.fakes import fake_inputs
+from piecewise_backend.kernel_choices import NotesChoices, restore_choices
 from piecewise_backend.passes import PassList, Write
 from piecewise_backend.post_grad import PostGrad
 from piecewise_backend.steps import Host
@@ -68,6 +75,10 @@ class PieceCompiler(Protocol):
         """A version valid at least for `numbers`, and for no other than `special` says."""
         ...
 
+    def settle(self, piece: DistinctPiece, numbers: Numbers, special: Specialization) -> None:
+        """Keep a version that has run, and was found to be the best, for other processes."""
+        ...
+
     def recall(
         self,
         piece: DistinctPiece,
@@ -80,6 +91,35 @@ class PieceCompiler(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Job:
+    """One version that is wanted of Inductor."""
+
+    piece: DistinctPiece
+    numbers: Numbers
+    special: Specialization
+    passes: PostGrad
+    patches: Mapping[str, object]
+    """Inductor options without those of passes."""
+    store: ArtifactStore | None
+    """Where it is kept; None if it cannot be."""
+    key: Key
+
+    def serves(self, about: Mapping[str, Any]) -> bool:
+        """What was stored is valid for its sizes."""
+        return serves(about, self.numbers)
+
+    def load(self, content: Content) -> Version:
+        """What was stored, its kernels as they chose in an earlier process."""
+        assert self.store is not None
+        have_chosen = restore_choices(self.store, content.artifact)
+        version = loaded(content, self.piece)
+        if have_chosen:
+            return version
+        noting = NotesChoices(version.call, self.store, content.artifact)
+        return dataclasses.replace(version, call=noting)
+
+
 class EagerCompiler:
     """Runs pieces as they were traced; valid for every size."""
 
@@ -88,6 +128,9 @@ class EagerCompiler:
     ) -> Version:
         """The traced graph itself."""
         return Version(piece.module.forward, lambda numbers: None)
+
+    def settle(self, piece: DistinctPiece, numbers: Numbers, special: Specialization) -> None:
+        """Nothing is kept for others."""
 
     def recall(
         self,
@@ -123,36 +166,57 @@ class InductorCompiler:
     def compile(
         self, piece: DistinctPiece, numbers: Numbers, special: Specialization | None = None
     ) -> Version:
-        """Compile with `numbers` as example sizes, or load what was. See `version`."""
-        special = special or AS_TRACED
-        with_passes = PostGrad(self._passes, f"piece {piece.index}", self._writer)
-        patches = {**self._patches, **special.options, **with_passes.patches()}
+        """Compile with `numbers` as example sizes, or load what was. See `version`.
 
-        def compile_now() -> Version:
-            inputs, env = _inputs(piece, numbers, special.limits)
-            self._counters.add(num_inductor_compiles=1)
-            call = _torch.compile_with_inductor(piece.module, inputs, env, patches)
-            conditions = env.conditions()
-            records = with_passes.records()
-            return Version(call, lambda sizes: env.holds(conditions, sizes), conditions, records)
-
-        if self._store is None or with_passes.has_dumps:
-            return compile_now()
-        key = piece_key(piece, numbers, patches, special.limits)
-        if isinstance(key, Uncacheable):
-            log.info("piece %d is compiled and not stored: %s", piece.index, key.reason)
-            return compile_now()
-
-        def make() -> Made[Version]:
-            version = compile_now()
-            return Made(version, stored(version, piece))
-
-        fetched = self._store.fetch(
-            key, make, lambda content: loaded(content, piece), lambda about: serves(about, numbers)
-        )
+        A special version is not stored before it is settled.
+        """
+        job = self._job(piece, numbers, special or AS_TRACED)
+        if job.store is None:
+            return self._compile(job)
+        if special is None:
+            fetched = job.store.fetch(job.key, lambda: self._make(job), job.load, job.serves)
+        elif (found := job.store.find(job.key, job.load, job.serves)) is not None:
+            fetched = Fetched(found, is_hit=True)
+        else:
+            return self._compile(job)
         if fetched.is_hit:
             self._counters.add(num_artifacts_loaded=1)
         return fetched.value
+
+    def settle(self, piece: DistinctPiece, numbers: Numbers, special: Specialization) -> None:
+        """Compile it again with what its kernels chose, and store that. See Note [Settled]."""
+        job = self._job(piece, numbers, special)
+        if job.store is not None:
+            job.store.fetch(job.key, lambda: self._make(job, anew=True), job.load, job.serves)
+
+    def _job(self, piece: DistinctPiece, numbers: Numbers, special: Specialization) -> _Job:
+        passes = PostGrad(self._passes, f"piece {piece.index}", self._writer)
+        patches = {**self._patches, **special.options}
+        if self._store is None or passes.has_dumps:
+            return _Job(piece, numbers, special, passes, patches, None, {})
+        key = piece_key(piece, numbers, patches | passes.patches(), special.limits)
+        if isinstance(key, Uncacheable):
+            log.info("piece %d is compiled and not stored: %s", piece.index, key.reason)
+            return _Job(piece, numbers, special, passes, patches, None, {})
+        return _Job(piece, numbers, special, passes, patches, self._store, key)
+
+    def _compile(self, job: _Job, *, anew: bool = False) -> Version:
+        inputs, env = _inputs(job.piece, job.numbers, job.special.limits)
+        self._counters.add(num_inductor_compiles=1)
+        patches = {**job.patches, **job.passes.patches(anew=anew)}
+        call = _torch.compile_with_inductor(job.piece.module, inputs, env, patches, anew=anew)
+        conditions = env.conditions()
+        records = job.passes.records()
+        return Version(call, lambda sizes: env.holds(conditions, sizes), conditions, records)
+
+    def _make(self, job: _Job, *, anew: bool = False) -> Made[Version]:
+        assert job.store is not None
+        version = self._compile(job, anew=anew)
+        content = stored(version, job.piece)
+        if content is None:
+            return Made(version, None)
+        noting = NotesChoices(version.call, job.store, content.artifact)
+        return Made(dataclasses.replace(version, call=noting), content)
 
     def recall(
         self,

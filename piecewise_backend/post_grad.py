@@ -39,10 +39,15 @@ class PostGrad:
         """It has to run: what was compiled before is of no use. See Note [Cached results]."""
         return self._write is not None
 
-    def patches(self) -> dict[str, object]:
-        """The Inductor options that make it run the passes."""
+    def patches(self, *, anew: bool = False) -> dict[str, object]:
+        """The Inductor options that make it run the passes.
+
+        Args:
+            anew: with a key under which Inductor's caches have nothing of the usual one.
+        """
         # Without passes too: the key keeps what was compiled here (see `_torch.inductor`) apart.
         key = self._passes.key() + (uuid.uuid4().hex if self._write else "")
+        key += " anew" if anew else ""
         return {
             "joint_custom_pre_pass": _torch.GraphPass(note_memory, key),
             "post_grad_custom_post_pass": _torch.GraphPass(self._run, key),

@@ -38,6 +38,8 @@ class Imitation:
         """By name of the version and rows of the first tensor."""
         self.compiled: list[tuple[str, tuple[int, ...]]] = []
         """Names of versions, and the numbers that they were compiled for."""
+        self.settled: list[tuple[str, tuple[int, ...]]] = []
+        """The same of those that were kept for other processes."""
         self.broken: dict[str, Callable[[Any], Any]] = {}
         """By name, what a version makes of the results."""
 
@@ -58,6 +60,9 @@ class Imitation:
             return f"limits of {outside}" if outside else None
 
         return Version(call, violated_by)
+
+    def settle(self, piece: Any, numbers: tuple[int, ...], special: Specialization) -> None:
+        self.settled.append((special.name, numbers))
 
     def recall(self, piece: Any, numbers: Any, tried: Any, decide: Any, load: Any) -> Fetched[Any]:
         return Fetched(load(decide()), is_hit=False)
@@ -105,6 +110,7 @@ def test_the_fastest_version_serves(imitation: Imitation, seconds: dict[str, flo
     seconds["coordinate descent"] = 0.5
     compiled = warmed_up()
     assert {t.kept for t in tunings(compiled)} == {"coordinate descent"}
+    assert imitation.settled == 2 * [("coordinate descent", (4,))]
     assert [t.piece for t in tunings(compiled)] == [0, 1]
     imitation.runs.clear()
     for size in (3, 4, 8, 13):
@@ -121,6 +127,7 @@ def test_the_version_for_all_sizes_serves_where_no_other_is_faster(
     seconds.update({"static": 0.995, "max-autotune": 3.0})  # half a percent is noise
     compiled = warmed_up()
     assert {t.kept for t in tunings(compiled)} == {"as traced"}
+    assert not imitation.settled
     imitation.runs.clear()
     compiled(rows(4))
     assert {name for name, _ in imitation.runs} == {"as traced"}
@@ -318,24 +325,25 @@ def test_replays_are_compared() -> None:
     assert 0.001 <= found["a"] < 0.004 <= found["b"]
 
 
-def test_with_inductor_and_a_cache(tmp_path: Path) -> None:
-    """Decided once: later neither compiled nor timed, though the kept version may differ."""
+@pytest.mark.parametrize("kept", ["as traced", "coordinate descent"])
+def test_with_inductor_and_a_cache(seconds: dict[str, float], kept: str, tmp_path: Path) -> None:
+    """Decided once, and what was kept is stored as it is: later nothing is compiled or timed."""
+    seconds[kept] = 0.5
+    is_special = kept != "as traced"
 
     def scaled(x: Tensor) -> Tensor:
         return x * 2
 
-    kept = []
     for attempt in range(2):
         torch._dynamo.reset()
         with pw.compilation_counter.expect(
             num_graphs_seen=1, num_piecewise_graphs_seen=1, num_piecewise_capturable_graphs_seen=1,
-            num_inductor_compiles=0 if attempt else 4, num_cudagraph_captured=3,
-            num_artifacts_loaded=(1 + (kept[0] != "as traced")) if attempt else 0,
+            num_inductor_compiles=0 if attempt else 4 + is_special, num_cudagraph_captured=3,
+            num_artifacts_loaded=1 + is_special if attempt else 0,
         ):  # fmt: skip
             compiled = warmed_up(scaled, cache_dir=tmp_path, splitting_ops=[])
         (found,) = tunings(compiled)
-        kept.append(found.kept)
+        assert found.kept == kept
         assert found.is_remembered == bool(attempt)
         assert ("measured by an earlier process" in str(found)) == bool(attempt)
         same(compiled(rows(4)), scaled(rows(4)), "served")
-    assert kept[0] == kept[1]

@@ -51,6 +51,7 @@ from piecewise_backend._torch.inductor import (
     load_artifact,
     mode_patches,
 )
+from piecewise_backend._torch.kernel_choices import choices_since, num_noted, set_choices
 from piecewise_backend._torch.memory import (
     borrowed_storage,
     bound_replay,
@@ -133,6 +134,7 @@ __all__ = [
     "bound_replay",
     "calling_module",
     "calling_scope",
+    "choices_since",
     "compile_with_inductor",
     "complete_value",
     "count_in_inductor",
@@ -164,6 +166,7 @@ __all__ = [
     "marked_dims",
     "may_be_same_size",
     "mode_patches",
+    "num_noted",
     "number_of",
     "numeric_switches",
     "one_trace_for_all_sizes",
@@ -185,6 +188,7 @@ __all__ = [
     "same_layout",
     "scope_of",
     "scopes_with_traces",
+    "set_choices",
     "size_expr",
     "sort_nodes",
     "source_name",

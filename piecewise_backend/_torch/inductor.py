@@ -18,6 +18,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses import fake_impls
 from torch.utils import _pytree as pytree
 
+from piecewise_backend._torch.kernel_choices import kernels_made_anew
 from piecewise_backend._torch.symbols import SizeEnv, one_trace_for_all_sizes
 
 # One compilation at a time: two overlapping ones would restore what they patch in wrong order.
@@ -83,14 +84,21 @@ def compile_with_inductor(
     inputs: Sequence[Any],
     env: SizeEnv,
     patches: Mapping[str, object],
+    *,
+    anew: bool = False,
 ) -> Callable[..., Any]:
     """Compile a piece with Inductor; `inputs` are fakes and SymInts of `env`.
 
     Returns a callable that takes the piece's inputs and returns a sequence of tensors.
     `aot=True` gives an artifact that holds all it needs.
+
+    Args:
+        anew: share no kernel with what was compiled before; see `kernels_made_anew`. Inductor's
+            caches do not serve it if a pass among `patches` has another key.
     """
     with (
         _compiling,
+        kernels_made_anew() if anew else contextlib.nullcontext(),
         one_trace_for_all_sizes(),
         _views_for_every_size(),
         _reads_before_writes(),

@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 
-def in_process(cache: Path, home: Path, *sizes: int) -> dict[str, Any]:
+def in_process(cache: Path, home: Path, fastest: str, *sizes: int) -> dict[str, Any]:
     """What a process did that shares nothing with others but the cache."""
     home.mkdir()
     environment = os.environ | {
@@ -31,24 +31,45 @@ def in_process(cache: Path, home: Path, *sizes: int) -> dict[str, Any]:
         "TORCHINDUCTOR_CACHE_DIR": str(home / "inductor"),
         "TRITON_CACHE_DIR": str(home / "triton"),
     }
-    command = [sys.executable, "-m", "tests.gpu.warm_process", str(cache), *map(str, sizes)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.gpu.warm_process",
+        str(cache),
+        fastest,
+        *map(str, sizes),
+    ]
     done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-@pytest.mark.parametrize("sizes", [(), (1, 16)], ids=["all sizes", "tuned sizes"])
-def test_a_second_process_compiles_and_times_nothing(tmp_path: Path, sizes: tuple[int]) -> None:
-    cold = in_process(tmp_path / "cache", tmp_path / "one", *sizes)
-    warm = in_process(tmp_path / "cache", tmp_path / "two", *sizes)
+@pytest.mark.parametrize(
+    ("fastest", "sizes"),
+    [
+        ("measured", ()),
+        ("measured", (1, 16)),
+        ("static", (16,)),
+        ("coordinate descent", (1, 16)),
+        ("max-autotune", (16,)),
+    ],
+)
+def test_a_second_process_compiles_and_times_nothing(
+    tmp_path: Path, fastest: str, sizes: tuple[int]
+) -> None:
+    cold = in_process(tmp_path / "cache", tmp_path / "one", fastest, *sizes)
+    warm = in_process(tmp_path / "cache", tmp_path / "two", fastest, *sizes)
     assert cold["compiled"] >= 3
     assert cold["loaded"] == 0
     assert cold["matches"] == warm["matches"] >= 2
     assert cold["worst"] < 0.02
+    assert cold["benchmarks"] > 0
     assert not any(cold["remembered"])
     assert all(warm["remembered"])
     assert len(cold["kept"]) == 3 * len(sizes)
+    if fastest != "measured":
+        assert {kept for _, _, kept in cold["kept"]} == {fastest}
     assert warm["kept"] == cold["kept"]
     assert (warm["compiled"], warm["benchmarks"]) == (0, 0)
     assert 0 < warm["loaded"] <= cold["compiled"]
