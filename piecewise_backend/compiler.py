@@ -20,6 +20,7 @@ with what was chosen, and this one is stored.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
@@ -33,7 +34,7 @@ from piecewise_backend.cache_key import Uncacheable, piece_key
 from piecewise_backend.canonical import DistinctPiece
 from piecewise_backend.counters import CompilationCounter
 from piecewise_backend.fakes import fake_inputs
-from piecewise_backend.kernel_choices import NotesChoices, restore_choices
+from piecewise_backend.kernel_choices import NotesChoices, restore_choices, store_choices
 from piecewise_backend.passes import PassList, Write
 from piecewise_backend.post_grad import PostGrad
 from piecewise_backend.steps import Host
@@ -114,10 +115,13 @@ class _Job:
         assert self.store is not None
         have_chosen = restore_choices(self.store, content.artifact)
         version = loaded(content, self.piece)
-        if have_chosen:
-            return version
-        noting = NotesChoices(version.call, self.store, content.artifact)
-        return dataclasses.replace(version, call=noting)
+        return version if have_chosen else self.noting(version, content.artifact)
+
+    def noting(self, version: Version, artifact: bytes) -> Version:
+        """The same, which stores what its kernels choose when they run."""
+        assert self.store is not None
+        keep = functools.partial(store_choices, self.store, artifact)
+        return dataclasses.replace(version, call=NotesChoices(version.call, keep))
 
 
 class EagerCompiler:
@@ -162,6 +166,8 @@ class InductorCompiler:
         self._passes = passes or PassList(())
         self._writer = writer
         self._store = store
+        self._chosen: dict[tuple[int, str], Mapping[str, str]] = {}
+        """What kernels of special versions chose when they ran, by piece and name."""
 
     def compile(
         self, piece: DistinctPiece, numbers: Numbers, special: Specialization | None = None
@@ -178,7 +184,7 @@ class InductorCompiler:
         elif (found := job.store.find(job.key, job.load, job.serves)) is not None:
             fetched = Fetched(found, is_hit=True)
         else:
-            return self._compile(job)
+            return self._to_settle(job)
         if fetched.is_hit:
             self._counters.add(num_artifacts_loaded=1)
         return fetched.value
@@ -186,8 +192,17 @@ class InductorCompiler:
     def settle(self, piece: DistinctPiece, numbers: Numbers, special: Specialization) -> None:
         """Compile it again with what its kernels chose, and store that. See Note [Settled]."""
         job = self._job(piece, numbers, special)
-        if job.store is not None:
-            job.store.fetch(job.key, lambda: self._make(job, anew=True), job.load, job.serves)
+        if (store := job.store) is None:
+            return
+
+        def make() -> Made[Version]:
+            version = self._compile(job, anew=True)
+            content = stored(version, piece, is_settled=True)
+            if content is not None:
+                store_choices(store, content.artifact, self._chosen[piece.index, special.name])
+            return Made(version, content)
+
+        store.fetch(job.key, make, job.load, job.serves)
 
     def _job(self, piece: DistinctPiece, numbers: Numbers, special: Specialization) -> _Job:
         passes = PostGrad(self._passes, f"piece {piece.index}", self._writer)
@@ -209,14 +224,17 @@ class InductorCompiler:
         records = job.passes.records()
         return Version(call, lambda sizes: env.holds(conditions, sizes), conditions, records)
 
-    def _make(self, job: _Job, *, anew: bool = False) -> Made[Version]:
-        assert job.store is not None
-        version = self._compile(job, anew=anew)
+    def _make(self, job: _Job) -> Made[Version]:
+        version = self._compile(job)
         content = stored(version, job.piece)
-        if content is None:
-            return Made(version, None)
-        noting = NotesChoices(version.call, job.store, content.artifact)
-        return Made(dataclasses.replace(version, call=noting), content)
+        if content is not None:
+            version = job.noting(version, content.artifact)
+        return Made(version, content)
+
+    def _to_settle(self, job: _Job) -> Version:
+        version, of = self._compile(job), (job.piece.index, job.special.name)
+        keep = functools.partial(self._chosen.__setitem__, of)
+        return dataclasses.replace(version, call=NotesChoices(version.call, keep))
 
     def recall(
         self,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ import torch
 from piecewise_backend import _torch
 from piecewise_backend.artifact_store import ArtifactStore, Made
 from piecewise_backend.cache_entry import Content, Key
+from piecewise_backend.version import Call
 
 
 def restore_choices(store: ArtifactStore, artifact: bytes) -> bool:
@@ -35,25 +36,29 @@ def restore_choices(store: ArtifactStore, artifact: bytes) -> bool:
     return True
 
 
-class NotesChoices:
-    """A compiled piece that stores what its kernels choose at the first call."""
+def store_choices(store: ArtifactStore, artifact: bytes, choices: Mapping[str, str]) -> None:
+    """For processes that load the artifact."""
+    if choices:
+        content = Content(json.dumps(choices).encode())
+        store.fetch(_key(artifact), lambda: Made(choices, content), _choices)
 
-    def __init__(self, call: Any, store: ArtifactStore, artifact: bytes) -> None:
+
+class NotesChoices:
+    """A compiled piece that notes what its kernels choose at the first call."""
+
+    def __init__(self, call: Call, keep: Callable[[Mapping[str, str]], None]) -> None:
+        """Args are the piece, and what is called once with what was chosen, by kernel."""
         self._call = call
-        self._store: ArtifactStore | None = store
-        self._key = _key(artifact)
+        self._keep: Callable[[Mapping[str, str]], None] | None = keep
 
     def __call__(self, *inputs: Any) -> Sequence[torch.Tensor]:
         """What the piece returns."""
-        store = self._store
-        if store is None:
-            return self._call(*inputs)  # type: ignore[no-any-return]
+        if self._keep is None:
+            return self._call(*inputs)
         noted = _torch.num_noted()
-        result: Sequence[torch.Tensor] = self._call(*inputs)
-        self._store = None
-        if choices := _torch.choices_since(noted):
-            content = Content(json.dumps(choices).encode())
-            store.fetch(self._key, lambda: Made(choices, content), _choices)
+        result = self._call(*inputs)
+        keep, self._keep = self._keep, None
+        keep(_torch.choices_since(noted))
         return result
 
 
@@ -61,6 +66,6 @@ def _key(artifact: bytes) -> Key:
     return {"kernel choices of": hashlib.sha256(artifact).hexdigest()}
 
 
-def _choices(content: Content) -> dict[str, str]:
+def _choices(content: Content) -> Mapping[str, str]:
     found: dict[str, str] = json.loads(content.artifact)
     return found

@@ -54,10 +54,13 @@ def num_sizes(piece: DistinctPiece) -> int:
     return sum(isinstance(ref, Host) for ref in piece.inputs)
 
 
-def stored(version: Version, piece: DistinctPiece) -> Content | None:
+def stored(version: Version, piece: DistinctPiece, *, is_settled: bool = False) -> Content | None:
     """A version as bytes; None if torch cannot store it, or if it is of use to this process only.
 
     See Note [Kept versions].
+
+    Args:
+        is_settled: it was made of kernels that had been tuned, and is not to be tuned again.
     """
     named = re.findall(r"L\['t(\d+)'\]", " ".join(version.conditions))
     if any(int(position) >= num_sizes(piece) for position in named):
@@ -69,6 +72,7 @@ def stored(version: Version, piece: DistinctPiece) -> Content | None:
         "conditions": list(version.conditions),
         "matches": [[record.name, record.matches] for record in version.passes],
         "outputs": list(piece.structure.outputs),
+        "settled": is_settled,
     }
     return Content(artifact, about)
 
@@ -87,7 +91,7 @@ def loaded(content: Content, piece: DistinctPiece) -> Version:
     outputs, expected = content.about["outputs"], list(piece.structure.outputs)
     if outputs != expected:
         raise ValueError(f"it returns {outputs}, but the piece {expected}")
-    call = _torch.load_artifact(content.artifact)
+    call = _torch.load_artifact(content.artifact, is_settled=content.about["settled"])
     arity, expected_arity = _torch.arity(call), (len(piece.inputs), len(expected))
     if arity != expected_arity:
         raise ValueError(

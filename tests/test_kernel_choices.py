@@ -6,6 +6,7 @@ have.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch.compiler._cache import CacheArtifactManager
 
 from piecewise_backend.artifact_store import ArtifactStore
 from piecewise_backend.cache_contents import entries
-from piecewise_backend.kernel_choices import NotesChoices, restore_choices
+from piecewise_backend.kernel_choices import NotesChoices, restore_choices, store_choices
 
 CHOICES = {"ab/one.best_config": {"XBLOCK": 64}, "cd/two.best_config": {"XBLOCK": 8}}
 
@@ -42,6 +43,10 @@ def choose(*names: str) -> None:
         CacheArtifactManager.record_artifact("autotune", name, CHOICES[name])
 
 
+def noting(call: Any, store: ArtifactStore) -> NotesChoices:
+    return NotesChoices(call, functools.partial(store_choices, store, b"artifact"))
+
+
 class Piece:
     """Times its kernels when it is called, as Inductor's artifacts do: the first time."""
 
@@ -58,7 +63,7 @@ class Piece:
 
 def test_what_the_first_call_chose_is_restored(store: ArtifactStore, inductor: Path) -> None:
     choose("ab/one.best_config")  # by another artifact
-    call = NotesChoices(piece := Piece("cd/two.best_config"), store, b"artifact")
+    call = noting(piece := Piece("cd/two.best_config"), store)
     assert not restore_choices(store, b"artifact")
     assert call(1, 2) == (1, 2)
     assert call(3) == (3,)
@@ -72,7 +77,7 @@ def test_what_the_first_call_chose_is_restored(store: ArtifactStore, inductor: P
 
 
 def test_an_artifact_without_choices_has_no_entry(store: ArtifactStore, inductor: Path) -> None:
-    assert NotesChoices(Piece(), store, b"artifact")(1) == (1,)
+    assert noting(Piece(), store)(1) == (1,)
     assert not restore_choices(store, b"artifact")
     assert not entries(store.root)
 
@@ -87,7 +92,7 @@ def test_a_first_call_that_fails_is_not_the_first(store: ArtifactStore, inductor
         piece.num_calls = max(piece.num_calls, 0)
         return piece(*inputs)
 
-    call = NotesChoices(fails_once, store, b"artifact")
+    call = noting(fails_once, store)
     with pytest.raises(RuntimeError, match="out of memory"):
         call()
     call()

@@ -18,7 +18,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses import fake_impls
 from torch.utils import _pytree as pytree
 
-from piecewise_backend._torch.kernel_choices import kernels_made_anew
+from piecewise_backend._torch.kernel_choices import kernels_made_anew, settled_kernels
 from piecewise_backend._torch.symbols import SizeEnv, one_trace_for_all_sizes
 
 # One compilation at a time: two overlapping ones would restore what they patch in wrong order.
@@ -126,9 +126,14 @@ def artifact_bytes(compiled: Callable[..., Any]) -> bytes | None:
         return compiled.serialize()
 
 
-def load_artifact(data: bytes) -> Callable[..., Any]:
-    """The opposite of `artifact_bytes`: runs what is in the data, and compiles nothing."""
-    with _compiling, _no_triton_kernels():
+def load_artifact(data: bytes, *, is_settled: bool = False) -> Callable[..., Any]:
+    """The opposite of `artifact_bytes`: runs what is in the data, and compiles nothing.
+
+    Args:
+        is_settled: its kernels are as they are to be, so that they do not tune themselves.
+    """
+    settled = settled_kernels() if is_settled else contextlib.nullcontext()
+    with _compiling, _no_triton_kernels(), settled:
         return AOTCompiledArtifact.deserialize(data)
 
 

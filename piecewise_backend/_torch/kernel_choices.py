@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.runtime.autotune_cache import AutotuneCacheArtifact
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.compiler._cache import CacheArtifactManager
 
 
@@ -51,3 +53,24 @@ def kernels_made_anew() -> Iterator[None]:
         yield
     finally:
         PyCodeCache.modules_no_attr = kept
+
+
+@contextlib.contextmanager
+def settled_kernels() -> Iterator[None]:
+    """Kernels that are loaded inside have been tuned, and are not tuned again.
+
+    That a kernel has tuned itself is an attribute of its configuration that Triton's own pickling
+    drops. Ends when Triton keeps it, or Inductor does not tune what it loads.
+    """
+    original = CachingAutotuner.recheck_autotune_cache
+
+    def recheck(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        original(kernel, *args, **kwargs)
+        for result in kernel.compile_results:
+            result.config.found_by_coordesc = True
+
+    CachingAutotuner.recheck_autotune_cache = recheck  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        CachingAutotuner.recheck_autotune_cache = original  # type: ignore[method-assign]
