@@ -4,6 +4,7 @@
 """
 
 from piecewise_backend.api import (
+    adopt_tuned,
     evict,
     metrics,
     rebind,
@@ -50,6 +51,7 @@ __all__ = [
     "Report",
     "Rewrite",
     "SplitError",
+    "adopt_tuned",
     "agree",
     "batch",
     "compilation_counter",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -22,10 +22,11 @@ from piecewise_backend.eviction import Evicted, evict_idle
 from piecewise_backend.handles import scope_of, session_of, traced_of
 from piecewise_backend.metrics import Metrics
 from piecewise_backend.past_dynamo import send_past_dynamo
-from piecewise_backend.report import Report, report_session
+from piecewise_backend.report import Report, report_session, tunings_of
 from piecewise_backend.runtime import Runtime
 from piecewise_backend.session import Session, WarmupState
 from piecewise_backend.start_up import MakeInputs, warm_up
+from piecewise_backend.tuning import Tuning
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +67,19 @@ def warmup(
 
 
 def _warm_up(
-    compiled: Callable[..., Any], make_inputs: MakeInputs, seal: bool, verify: bool, stays_off: bool
+    compiled: Callable[..., Any],
+    make_inputs: MakeInputs,
+    seal: bool,
+    verify: bool,
+    stays_off: bool,
+    anew: Mapping[Runtime, Collection[int]] | None = None,
 ) -> Report:
+    """Capture what there is not.
+
+    Args:
+        stays_off: all sizes anew, and calls go on without graphs if that fails.
+        anew: sizes that are captured anew, by runtime.
+    """
     scope = scope_of(compiled)
     config = Config.from_options(scope.kwargs.get("options"), scope.kwargs.get("mode"))
     sizes = sorted(config.cudagraph_capture_sizes, reverse=True)
@@ -77,11 +89,17 @@ def _warm_up(
     with contextlib.ExitStack() as stack:
         for each in dict.fromkeys((own, serving)):
             stack.enter_context(each.rebuild(stays_off=stays_off))
+        for runtime, anew_sizes in (anew or {}).items():
+            with runtime.turns.held():
+                runtime.captures.tune_again(anew_sizes)
         session = warm_up(compiled, make_inputs, sizes, verify, anew=stays_off)
         for each in (own, session):
             each.make_inputs = make_inputs
         if seal:
             _seal(compiled)
+    for runtime in session.runtimes:
+        if runtime.background is not None:
+            runtime.background.start(runtime.graph, runtime.config)
     costs = [cost for runtime in session.runtimes for cost in runtime.captures.costs.values()]
     log.info("captures:\n%s", cost_table(costs))
     return report(compiled)
@@ -108,9 +126,46 @@ def rebind(compiled: Callable[..., Any]) -> Report:
         Exception: what warm-up raises.
     """
     session = session_of(compiled)
+    make_inputs = _make_inputs_of(session)
+    return _warm_up(compiled, make_inputs, session.is_sealed, verify=True, stays_off=True)
+
+
+def adopt_tuned(compiled: Callable[..., Any], *, wait: bool = False) -> tuple[Tuning, ...]:
+    """Let versions serve that were found to be faster in the background (`tuning="background"`).
+
+    Their sizes are captured anew, which takes as long as warm-up takes for these; calls of other
+    threads are served without graphs meanwhile, with the reason `REBUILDING`. So call it where
+    none are waiting. Nothing happens, at once, where no size is done yet.
+
+    Args:
+        wait: until all that is wanted was tuned.
+
+    Returns:
+        What was found out, and serves now; see also `tunings` in the report.
+
+    Raises:
+        ContractError: there was no warm-up whose inputs could be used again.
+        Exception: what warm-up raises.
+    """
+    session = session_of(compiled)
+    make_inputs = _make_inputs_of(session)
+    found: dict[Runtime, set[int]] = {}
+    for runtime in session.runtimes:
+        if runtime.background is not None:
+            if wait:
+                runtime.background.wait()
+            if sizes := runtime.background.take_ready(runtime.graph):
+                found[runtime] = sizes
+    known = {id(tuning) for runtime in found for tuning in tunings_of(runtime)}
+    if found:
+        _warm_up(compiled, make_inputs, session.is_sealed, True, stays_off=False, anew=found)
+    return tuple(t for runtime in found for t in tunings_of(runtime) if id(t) not in known)
+
+
+def _make_inputs_of(session: Session) -> MakeInputs:
     if session.make_inputs is None:
         raise ContractError("nothing was warmed up; call warmup(make_inputs), which captures anew")
-    return _warm_up(compiled, session.make_inputs, session.is_sealed, verify=True, stays_off=True)
+    return session.make_inputs  # type: ignore[no-any-return]
 
 
 def _seal(compiled: Callable[..., Any]) -> None:

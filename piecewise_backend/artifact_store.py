@@ -15,7 +15,10 @@ import contextlib
 import dataclasses
 import logging
 import os
+import shutil
+import tempfile
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -251,3 +254,11 @@ def open_store(root: Path, *, max_bytes: int = MAX_BYTES) -> ArtifactStore | Non
             "name a directory that only you can write, chmod 700"
         )
     return ArtifactStore(root, max_bytes=max_bytes)
+
+
+def temporary_store() -> ArtifactStore:
+    """A store for processes that work for this one, which goes with it."""
+    made = Path(tempfile.mkdtemp(prefix="piecewise-"))
+    store = ArtifactStore(made)
+    weakref.finalize(store, shutil.rmtree, made, ignore_errors=True)
+    return store

@@ -15,9 +15,8 @@ import torch
 from torch import fx
 
 from piecewise_backend import _torch
-from piecewise_backend.artifact_store import open_store
 from piecewise_backend.compiled import CompiledGraph, compile_graph
-from piecewise_backend.compiler import EagerCompiler, InductorCompiler, PieceCompiler
+from piecewise_backend.compiling import Compiling
 from piecewise_backend.config import Config
 from piecewise_backend.counters import CompilationCounter, compilation_counter
 from piecewise_backend.dump import GraphDump
@@ -101,7 +100,8 @@ def make_runtime(
         num_piecewise_graphs_seen=len(split.steps),
         num_piecewise_capturable_graphs_seen=len(split.pieces),
     )
-    compiler = _make_compiler(config, counters, passes, dump)
+    compiling = Compiling.of(config, passes.piece, example_inputs)
+    compiler = compiling.compiler(counters, dump)
     # Compiling makes many objects and few cycles: looking for them only takes time.
     with collector_paused(collects_first=False):
         compiled = compile_graph(split, example_inputs, compiler, graph_passes, uncut)
@@ -114,6 +114,7 @@ def make_runtime(
         len(compiled.versions),
     )
     runtime = Runtime(compiled, config, session, counters, dump, example_inputs)
+    runtime.background = compiling.in_background(compiled.token_dim.hints(example_inputs))
     session.add(runtime)
     return runtime
 
@@ -166,18 +167,6 @@ class Passes:
         """Every piece pass matched as often as it must; without compiled pieces it cannot say."""
         if any(versions.compiled for versions in compiled.versions):
             self.piece.require_matches(compiled.pass_records())
-
-
-def _make_compiler(
-    config: Config, counters: CompilationCounter, passes: Passes, dump: GraphDump
-) -> PieceCompiler:
-    if config.compiler == "eager":
-        return EagerCompiler()
-    patches = dict(config.inductor_compile_config)
-    store = None
-    if config.cache_dir is not None:
-        store = open_store(config.cache_dir, max_bytes=config.max_cache_size)
-    return InductorCompiler(patches, counters, passes.piece, dump.pass_writer, store)
 
 
 def _refuse_sealed(session: Session, gm: fx.GraphModule) -> None:

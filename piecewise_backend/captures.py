@@ -19,6 +19,7 @@ import torch
 
 from piecewise_backend.batch import BatchDescriptor, CUDAGraphMode
 from piecewise_backend.bound_inputs import BoundInputs
+from piecewise_backend.candidates import is_wanted
 from piecewise_backend.capture import capture_size
 from piecewise_backend.capture_memory import CaptureMemory
 from piecewise_backend.capture_request import CapturedSize, CaptureRequest
@@ -34,13 +35,8 @@ from piecewise_backend.graphs import collector_paused, one_capture
 from piecewise_backend.pools import TrialPool
 from piecewise_backend.sizes import Sizes
 from piecewise_backend.static_inputs import StaticInputs
-from piecewise_backend.tuning_trial import tune_pieces, wants_tuning
+from piecewise_backend.tuning_trial import tune_pieces
 from piecewise_backend.version import Call
-
-OF_ANOTHER_INSTANCE = (
-    "the call is of another instance of the model, or of one whose weights or caches were replaced"
-)
-"""Why captures that exist do not serve a call of a sealed model."""
 
 
 class Captures(CapturedSizes):
@@ -53,12 +49,7 @@ class Captures(CapturedSizes):
     def __init__(
         self, graph: CompiledGraph, config: Config, dispatcher: Dispatcher, memory: GraphMemory
     ) -> None:
-        """No graphs yet.
-
-        Args:
-            dispatcher: with the sizes that may be captured.
-            memory: of all graphs of the model.
-        """
+        """No graphs yet; of sizes that the dispatcher has, in the memory of the whole model."""
         self.graph = graph
         self.config = config
         super().__init__(dispatcher, bool(graph.token_dim.tokens))
@@ -120,14 +111,19 @@ class Captures(CapturedSizes):
 
     def tune(self, target: Target, args: Sequence[Any], sizes: Sizes) -> None:
         """Before a size is captured, let the versions serve that are fastest there."""
-        if target.size in self.tuned or not wants_tuning(self.config, target.size):
+        if target.size in self.tuned or not is_wanted(self.config, target.size):
             return
         self.tuned.add(target.size)
         if self.bound.moved(args):
             self.forget(args)
+        request = self._request(target.mode, target.size, args, sizes)
         with one_capture, collector_paused():
-            request = self._request(target.mode, target.size, args, sizes)
             tune_pieces(request, self.config, self.memory.new_pool)
+
+    def tune_again(self, sizes: Collection[int]) -> None:
+        """Forget captures of sizes whose pieces may have faster versions by now."""
+        self.tuned.difference_update(sizes)
+        self.give_up([key for key in self.captured if key[1] in sizes])
 
     def _keep(
         self, key: Key, args: Sequence[Any], capture: Callable[[], CapturedSize]

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from piecewise_backend.canonical import Instance, identify
-from piecewise_backend.compiler import PieceCompiler
+from piecewise_backend.canonical import DistinctPiece, Instance, identify
+from piecewise_backend.compiler import PieceCompiler, Wanted
 from piecewise_backend.errors import ContractError, SplitError
 from piecewise_backend.facts import PieceFacts, find_facts
 from piecewise_backend.passes import PassRecord, merged
@@ -22,6 +22,9 @@ from piecewise_backend.sizes import Layout, SizeFunction, Sizes, TokenDim, find_
 from piecewise_backend.steps import SplitGraph
 from piecewise_backend.version import Call, Numbers
 from piecewise_backend.versions import Choice, Versions, numbers_of
+
+# A process that compiles ahead takes as long to start as some pieces take to compile.
+_MANY = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,10 +47,16 @@ class CompiledGraph:
     """For each instance, its integer inputs."""
     position_of: dict[int, int]
     """Step index of a piece -> its position among the instances."""
+    compiler: PieceCompiler
     graph_passes: tuple[PassRecord, ...] = ()
     """What passes did before the graph was split."""
     uncut: str = ""
     """Which op stays inside of a piece for which pass, or why it does not."""
+
+    @property
+    def pieces(self) -> tuple[DistinctPiece, ...]:
+        """The distinct pieces."""
+        return tuple(versions.piece for versions in self.versions)
 
     def pass_records(self) -> dict[str, tuple[PassRecord, ...]]:
         """What passes did, by the graph that they ran over; versions of a piece added up."""
@@ -151,11 +160,22 @@ def compile_graph(
         device=_only_device(split, facts),
         numbers=tuple(SizeFunction(split.symbols, numbers_of(i.inputs)) for i in instances),
         position_of={instance.piece.index: i for i, instance in enumerate(instances)},
+        compiler=compiler,
         graph_passes=graph_passes,
         uncut=uncut,
     )
+    if len(distinct) >= _MANY:
+        compiler.prepare(_wanted_at(compiled, sizes))
     compiled.choices_at(sizes)
     return compiled
+
+
+def _wanted_at(graph: CompiledGraph, sizes: Sizes) -> list[Wanted]:
+    found: dict[int, Wanted] = {}
+    for position, instance in enumerate(graph.instances):
+        numbers, piece = graph.numbers_at(position, sizes), instance.distinct
+        found.setdefault(piece.index, Wanted(piece, numbers))
+    return list(found.values())
 
 
 def _layouts(split: SplitGraph, token_dim: TokenDim) -> dict[str, Layout]:

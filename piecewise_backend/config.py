@@ -29,6 +29,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "outputs": ("fresh", "static"),
     "on_fallback": ("warn", "raise"),
     "level": (0, 1, 2, 3),
+    "tuning": ("warmup", "background"),
     "skip_guards": (False, True),
     "check_guards": (False, True),
     "cudagraph_specialize_lora": (False, True),
@@ -87,6 +88,15 @@ class Config:
     compile_ranges_endpoints: tuple[int, ...] = ()
     """Token counts at which ranges end: [64, 512] stands for 1 to 64 and 65 to 512 tokens. Warm-up
     tunes a version for each range, and it serves the capture sizes at which it is faster."""
+
+    tuning: str = "warmup"
+    """When these versions are made and compared: "warmup", which takes a minute for each size of a
+    large model, or "background": by another process on the same device while the model serves.
+    `pw.adopt_tuned` lets what it has found serve."""
+
+    compile_workers: int | None = None
+    """Processes that compile versions ahead of the one that needs them, where there are many. None:
+    as many as there are other cores, 8 at most. Each takes half a GiB of a GPU meanwhile."""
 
     tensor_parallel_size: int = 1
     """Sizes that are no multiples of this are dropped."""
@@ -182,28 +192,9 @@ class Config:
             values |= {"compiler": "eager", "cudagraph_mode": CUDAGraphMode.NONE}
         if values.get("compile_sizes") == option_checks.ALL_CAPTURE_SIZES:
             values["compile_sizes"] = kept
-        _check_tuned(values, kept)
+        option_checks.check_tuned(values, kept)
         passes_for(values.get("passes", ()), dict(values.get("pass_config", ())))
         return cls(**(values | {"cudagraph_capture_sizes": kept}))
-
-
-def _check_tuned(values: Mapping[str, Any], capture_sizes: tuple[int, ...]) -> None:
-    """Versions are measured as they will run: compiled, and replayed from graphs."""
-    is_eager = values.get("compiler") == "eager"
-    has_graphs = values.get("cudagraph_mode") is not CUDAGraphMode.NONE
-    for name in ("compile_sizes", "compile_ranges_endpoints"):
-        if values.get(name) and (is_eager or not has_graphs) and values.get("level", 3) == 3:
-            other = "compiler='eager'" if is_eager else "cudagraph_mode='none'"
-            raise ConfigError(
-                f"{name}={list(values[name])} with {other}; versions are compiled, and measured "
-                "under replay: leave one of the two out"
-            )
-    others = sorted(set(values.get("compile_sizes", ())) - set(capture_sizes))
-    if others:
-        raise ConfigError(
-            f"compile_sizes has {others}, which are not among the capture sizes "
-            f"{list(capture_sizes)}; batches are padded to these: name some of them"
-        )
 
 
 def _from_env(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -258,9 +249,10 @@ _INTEGERS = {
     "max_loras": 0,
     "tensor_parallel_size": 1,
     "max_graphs": 1,
+    "compile_workers": 0,
 }
 _SIZES = ("cudagraph_capture_sizes", "compile_sizes", "compile_ranges_endpoints")
-_MAY_BE_NONE = ("max_cudagraph_capture_size", "max_graphs")
+_MAY_BE_NONE = ("max_cudagraph_capture_size", "max_graphs", "compile_workers")
 
 
 def _checked(name: str, value: Any) -> Any:

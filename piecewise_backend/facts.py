@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from piecewise_backend import _torch
 from piecewise_backend.canonical import DistinctPiece
-from piecewise_backend.fakes import fake_inputs
+from piecewise_backend.fakes import piece_inputs
 from piecewise_backend.sizes import Sizes, TokenDim
 from piecewise_backend.steps import leaves_of
 
@@ -101,7 +101,7 @@ def find_facts(piece: DistinctPiece, token_dim: TokenDim, sizes: Sizes) -> Piece
         return int(expr.xreplace(values))
 
     with _torch.ordinary_tensors(), _torch.FakeTensorMode():
-        inputs = fake_inputs(piece, number, int)
+        inputs = piece_inputs(piece, number, int)
         tensors = {i: x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
         before = {i: x._version for i, x in tensors.items()}
         with _KernelRecorder() as recorder:

@@ -1,7 +1,7 @@
-"""Fake inputs for a distinct piece, in whatever environment its sizes are to live.
+"""Inputs for a distinct piece, in whatever environment its sizes are to live.
 
 In:  a distinct piece, and what each size expression shall become (an int or a SymInt).
-Out: inputs without memory, with the piece's shapes, strides and sharing of memory.
+Out: inputs with the shapes, strides and sharing of memory of the piece; fakes in a fake mode.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from piecewise_backend.steps import Constant, Host, Value
 Number = Callable[[sympy.Expr], Any]
 
 
-def fake_inputs(piece: DistinctPiece, number: Number, constant: Callable[[int], Any]) -> list[Any]:
-    """The inputs of `piece`; call it with the wanted fake mode active.
+def piece_inputs(piece: DistinctPiece, number: Number, constant: Callable[[int], Any]) -> list[Any]:
+    """The inputs of `piece`, without values; fakes if a fake mode is active.
 
     Args:
         number: turns an expression over the graph's symbols into an int or SymInt.

@@ -30,6 +30,15 @@ _NOT_THE_USERS = (
 )
 
 
+OF_ANOTHER_INSTANCE = (
+    "the call is of another instance of the model, or of one whose weights or caches were replaced"
+)
+"""Why captures that exist do not serve a call of a sealed model."""
+STEPS_ARE_GONE = (
+    "piecewise: a cache moved; graphs of whole steps are gone until the next warm-up, pieces serve"
+)
+
+
 class Fallbacks:
     """What one runtime says about its fallbacks."""
 

@@ -151,3 +151,22 @@ def passes(name: str, value: Any) -> tuple[Pass, ...]:
     if not isinstance(value, list | tuple):
         raise ConfigError(f"{name}={value!r}; give a list of passes, see pw.register_pass")
     return tuple(as_pass(item) for item in value)
+
+
+def check_tuned(values: Mapping[str, Any], capture_sizes: tuple[int, ...]) -> None:
+    """Versions are measured as they will run: compiled, and replayed from graphs."""
+    is_eager = values.get("compiler") == "eager"
+    has_graphs = values.get("cudagraph_mode") is not CUDAGraphMode.NONE
+    for name in ("compile_sizes", "compile_ranges_endpoints"):
+        if values.get(name) and (is_eager or not has_graphs) and values.get("level", 3) == 3:
+            other = "compiler='eager'" if is_eager else "cudagraph_mode='none'"
+            raise ConfigError(
+                f"{name}={list(values[name])} with {other}; versions are compiled, and measured "
+                "under replay: leave one of the two out"
+            )
+    others = sorted(set(values.get("compile_sizes", ())) - set(capture_sizes))
+    if others:
+        raise ConfigError(
+            f"compile_sizes has {others}, which are not among the capture sizes "
+            f"{list(capture_sizes)}; batches are padded to these: name some of them"
+        )

@@ -119,6 +119,11 @@ class Report:
         return "\n\n".join([head, *map(str, self.graphs)])
 
 
+def tunings_of(runtime: Runtime) -> tuple[Tuning, ...]:
+    """What was found out about versions of its pieces."""
+    return tuple(t for versions in runtime.graph.versions for t in dict(versions.tunings).values())
+
+
 def report_session(session: Session, guards_kept: str) -> Report:
     """The state of a compiled model at this moment."""
     runtimes = session.runtimes
@@ -150,7 +155,7 @@ def _report_runtime(runtime: Runtime) -> GraphReport:
         fallbacks={r.value: n for r, n in dict(runtime.statistics.fallbacks).items()},
         conditions=tuple(sorted(conditions)),
         passes=graph.pass_records(),
-        tunings=tuple(t for v in graph.versions for t in dict(v.tunings).values()),
+        tunings=tunings_of(runtime),
         padding_unsafe={
             size: found.padding_fault
             for (mode, size, _), found in captured.items()

@@ -11,14 +11,14 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from piecewise_backend import _torch
 from piecewise_backend.agreement import Agreement
 from piecewise_backend.assumptions import Assumptions, refuse_assignments
 from piecewise_backend.batch import CUDAGraphMode, FallbackReason
 from piecewise_backend.capture_request import CapturedSize
-from piecewise_backend.captures import OF_ANOTHER_INSTANCE, Captures
+from piecewise_backend.captures import Captures
 from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.config import Config
 from piecewise_backend.counters import CompilationCounter
@@ -26,7 +26,7 @@ from piecewise_backend.current_batch import facts_now, stack_now
 from piecewise_backend.dispatch import STATIC_SIZE, Decision, Dispatcher, Target
 from piecewise_backend.dump import GraphDump
 from piecewise_backend.errors import CaptureError
-from piecewise_backend.fallbacks import Fallbacks
+from piecewise_backend.fallbacks import OF_ANOTHER_INSTANCE, STEPS_ARE_GONE, Fallbacks
 from piecewise_backend.graph_mode import graph_mode
 from piecewise_backend.parked import Parked
 from piecewise_backend.plan_writer import InputMoved, InputsOverlap
@@ -40,11 +40,11 @@ from piecewise_backend.without_graphs import WithoutGraphs
 
 log = logging.getLogger(__name__)
 
+if TYPE_CHECKING:
+    from piecewise_backend.background import BackgroundTuning
+
 Args = Sequence[Any]
 
-_STEPS_ARE_GONE = (
-    "piecewise: a cache moved; graphs of whole steps are gone until the next warm-up, pieces serve"
-)
 _MAX_PREPARED = 4096  # token counts, times sizes that only split ops see, whose views are kept
 
 
@@ -80,6 +80,7 @@ class Runtime:
         self.agreement = Agreement(graph.token_dim.read, dispatcher.require)
         self.rewritten: _torch.Rewritten | None = None
         """What Dynamo made of the function; None until it is done with it."""
+        self.background: BackgroundTuning | None = None
         on_violation = functools.partial(self._report_fallback, FallbackReason.ASSUMPTION)
         self._without_graphs = WithoutGraphs(graph, on_violation)
         dump.write("plan_dynamic.py", self._without_graphs.source)
@@ -249,11 +250,10 @@ class Runtime:
             self.captures = others
             return self._slow(args)
         self.captures.forget(args)
-        sizes = self.graph.token_dim.read(args)
         if self.captures.captured:  # what only whole steps read where it was
-            self._fallbacks.warn_once(_STEPS_ARE_GONE)
+            self._fallbacks.warn_once(STEPS_ARE_GONE)
             return self._slow(args)
-        return self._fall_back(args, sizes, FallbackReason.MOVED_INPUT)
+        return self._fall_back(args, self.graph.token_dim.read(args), FallbackReason.MOVED_INPUT)
 
     def _refuse_overlap(self, args: Args) -> Any:
         """A copy of an input would miss what the model writes to it through another one."""

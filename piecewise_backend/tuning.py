@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from piecewise_backend.candidates import Candidates, candidates_of
 from piecewise_backend.capture_request import preserved
 from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.compiler import AS_TRACED, Specialization
@@ -31,7 +32,6 @@ from piecewise_backend.graphs import CapturedGraph, GraphPool
 from piecewise_backend.nearness import is_near
 from piecewise_backend.replay_timing import replay_seconds
 from piecewise_backend.sizes import Sizes
-from piecewise_backend.steps import Host
 from piecewise_backend.version import Call, Numbers, Version
 from piecewise_backend.versions import Versions
 
@@ -39,13 +39,6 @@ log = logging.getLogger(__name__)
 
 # Medians of the same code differ by less.
 _MARGIN = 0.01
-
-EFFORTS: Mapping[str, Mapping[str, object]] = {
-    "static": {},
-    "coordinate descent": {"coordinate_descent_tuning": True},
-    "max-autotune": {"max_autotune": True, "coordinate_descent_tuning": True},
-}
-"""Inductor options of the versions that are tried."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,62 +94,30 @@ class Tuner:
             inputs: what the piece is called with; those that it writes are given back as
                 they were.
         """
-        index = self._graph.instances[position].distinct.index
-        versions, facts = self._graph.versions[index], self._graph.facts[index]
-        numbers = self._graph.numbers_at(position, self._sizes)
+        candidates = candidates_of(self._graph, self._config, position, self._sizes)
+        if candidates is None:
+            return
+        versions, facts = (
+            self._graph.versions[candidates.index],
+            self._graph.facts[candidates.index],
+        )
+        numbers = candidates.numbers
         sizes = numbers[: versions.num_sizes]
-        if versions.is_sealed or sizes in versions.tunings or not facts.has_kernels:
+        if versions.is_sealed or sizes in versions.tunings:
             return
-        wanted = {special.name: special for special in self._specializations(versions, sizes)}
-        if not wanted:
+        if self._config.tuning == "background" and not self._is_decided(candidates):
             return
-        tried = tuple(wanted.values())
-        trial = _Trial(versions, facts, numbers, inputs, self._make_pool(), self._graph.device)
-
-        def load(text: bytes) -> Tuning:
-            return Tuning(**json.loads(text) | {"piece": index, "sizes": sizes})
-
-        recalled = versions.recall(numbers, tried, lambda: trial.decide(tried).as_json(), load)
-        tuning = dataclasses.replace(recalled.value, is_remembered=recalled.is_hit)
-        if tuning.kept in wanted and tuning.kept not in trial.made:
-            trial.make(wanted[tuning.kept])
-        if tuning.kept in trial.made:
-            versions.prefer(numbers, trial.made[tuning.kept])
-        else:
-            tuning = dataclasses.replace(tuning, kept=AS_TRACED.name)
-        failures = {**tuning.failures, **trial.failures}
-        versions.tunings[sizes] = dataclasses.replace(tuning, failures=failures)
+        trial = Trial(versions, facts, numbers, inputs, self._make_pool(), self._graph.device)
+        tuning = trial.find_fastest(candidates.tried)
+        versions.tunings[sizes] = tuning
         log.info("%s", tuning)
 
-    def _specializations(self, versions: Versions, sizes: Numbers) -> list[Specialization]:
-        num_tokens = self._graph.token_dim.num_tokens(self._sizes)
-        assert isinstance(num_tokens, int)  # as of every size that is captured
-        found = []
-        if num_tokens in self._config.compile_sizes:
-            exact = {position: (size, size) for position, size in enumerate(sizes)}
-            found += [Specialization(name, how, exact) for name, how in EFFORTS.items()]
-        if (between := self._range_of(num_tokens)) is not None:
-            limits = dict.fromkeys(self._token_positions(versions), between)
-            name = f"coordinate descent, {between[0]} to {between[1]} tokens"
-            found.append(Specialization(name, EFFORTS["coordinate descent"], limits))
-        return found
-
-    def _range_of(self, num_tokens: int) -> tuple[int, int] | None:
-        low = 1
-        for high in self._config.compile_ranges_endpoints:
-            if num_tokens <= high:
-                return low, high
-            low = high + 1
-        return None
-
-    def _token_positions(self, versions: Versions) -> list[int]:
-        token_dim = self._graph.token_dim
-        tokens = {token_dim.symbols[index] for index in token_dim.tokens}
-        hosts = [ref for ref in versions.piece.inputs if isinstance(ref, Host)]
-        return [position for position, ref in enumerate(hosts) if ref.expr in tokens]
+    def _is_decided(self, one: Candidates) -> bool:
+        piece = self._graph.pieces[one.index]
+        return self._graph.compiler.is_decided(piece, one.numbers, one.tried)
 
 
-class _Trial:
+class Trial:
     """One piece with inputs, on which versions are tried."""
 
     def __init__(
@@ -182,7 +143,32 @@ class _Trial:
         self._pool = pool
         self._device = device
 
-    def decide(self, wanted: Sequence[Specialization]) -> Tuning:
+    def find_fastest(self, tried: Sequence[Specialization]) -> Tuning:
+        """Let the fastest version serve the sizes of the inputs from now on.
+
+        Args:
+            tried: versions to compare with the one for all sizes. Another process may have done
+                that; what it found is tried before it serves.
+        """
+        index, sizes = self._versions.piece.index, self._numbers[: self._versions.num_sizes]
+
+        def load(text: bytes) -> Tuning:
+            return Tuning(**json.loads(text) | {"piece": index, "sizes": sizes})
+
+        recalled = self._versions.recall(
+            self._numbers, tried, lambda: self._decide(tried).as_json(), load
+        )
+        tuning = dataclasses.replace(recalled.value, is_remembered=recalled.is_hit)
+        wanted = {special.name: special for special in tried}
+        if tuning.kept in wanted and tuning.kept not in self.made:
+            self.make(wanted[tuning.kept])
+        if tuning.kept in self.made:
+            self._versions.prefer(self._numbers, self.made[tuning.kept])
+        else:
+            tuning = dataclasses.replace(tuning, kept=AS_TRACED.name)
+        return dataclasses.replace(tuning, failures={**tuning.failures, **self.failures})
+
+    def _decide(self, wanted: Sequence[Specialization]) -> Tuning:
         """Make them all, and compare the times of those that can serve."""
         for special in wanted:
             self.make(special)

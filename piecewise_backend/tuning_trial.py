@@ -11,6 +11,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 
+from piecewise_backend.candidates import prepare
 from piecewise_backend.capture import capture_size
 from piecewise_backend.capture_request import CaptureRequest
 from piecewise_backend.config import Config
@@ -22,12 +23,6 @@ from piecewise_backend.tuning import Tuner
 log = logging.getLogger(__name__)
 
 
-def wants_tuning(config: Config, num_tokens: int) -> bool:
-    """Options ask for it at this size."""
-    largest = max(config.compile_ranges_endpoints, default=0)
-    return num_tokens in config.compile_sizes or 0 < num_tokens <= largest
-
-
 def tune_pieces(
     request: CaptureRequest, config: Config, make_pool: Callable[[], GraphPool]
 ) -> None:
@@ -35,6 +30,8 @@ def tune_pieces(
 
     A piece that cannot be run like this is not tuned; its capture will say so.
     """
+    if config.tuning == "warmup":
+        prepare(request.graph, config, request.sizes)
     tuner = Tuner(request.graph, config, request.sizes, make_pool)
     pool = TrialPool(request.graph.device, request.pool)
     # Padding is tried when the size is captured, with the versions that were chosen.

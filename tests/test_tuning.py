@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import piecewise_backend as pw
-from piecewise_backend import backend, tuning
+from piecewise_backend import candidates, compiling, tuning
 from piecewise_backend.artifact_store import Fetched
 from piecewise_backend.compiler import AS_TRACED, Specialization
 from piecewise_backend.config import Config
@@ -38,6 +38,10 @@ class Imitation:
         """By name of the version and rows of the first tensor."""
         self.compiled: list[tuple[str, tuple[int, ...]]] = []
         """Names of versions, and the numbers that they were compiled for."""
+        self.prepared: list[tuple[int, tuple[int, ...], str]] = []
+        """Those that were announced: pieces, numbers and names."""
+        self.decided: set[tuple[int, tuple[int, ...]]] = set()
+        """What another process has decided: pieces and numbers."""
         self.settled: list[tuple[str, tuple[int, ...]]] = []
         """The same of those that were kept for other processes."""
         self.broken: dict[str, Callable[[Any], Any]] = {}
@@ -61,6 +65,12 @@ class Imitation:
 
         return Version(call, violated_by)
 
+    def prepare(self, wanted: Any) -> None:
+        self.prepared += [(w.piece.index, w.numbers, w.special.name) for w in wanted]
+
+    def is_decided(self, piece: Any, numbers: tuple[int, ...], tried: Any) -> bool:
+        return (piece.index, numbers) in self.decided
+
     def settle(self, piece: Any, numbers: tuple[int, ...], special: Specialization) -> None:
         self.settled.append((special.name, numbers))
 
@@ -77,7 +87,7 @@ def _without_gradients() -> Iterator[None]:
 @pytest.fixture
 def imitation(monkeypatch: pytest.MonkeyPatch) -> Imitation:
     made = Imitation()
-    monkeypatch.setattr(backend, "_make_compiler", lambda *args: made)
+    monkeypatch.setattr(compiling.Compiling, "compiler", lambda *args: made)
     return made
 
 
@@ -147,7 +157,7 @@ def test_the_report_has_all_times(imitation: Imitation, seconds: dict[str, float
 def test_a_version_that_computes_something_else_never_serves(
     imitation: Imitation, seconds: dict[str, float]
 ) -> None:
-    seconds.update(dict.fromkeys(tuning.EFFORTS, 0.5))
+    seconds.update(dict.fromkeys(candidates.EFFORTS, 0.5))
     imitation.broken["static"] = lambda results: tuple(x + 1 for x in results)
     imitation.broken["max-autotune"] = lambda results: results[:0]
     compiled = warmed_up()

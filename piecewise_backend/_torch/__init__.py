@@ -12,8 +12,10 @@ from piecewise_backend._torch.build import (
     machine,
     numeric_switches,
     portable_options,
+    settings_of_process,
     torch_build,
     traced_machine,
+    under_settings,
 )
 from piecewise_backend._torch.bytecode import (
     Rewritten,
@@ -189,6 +191,7 @@ __all__ = [
     "scope_of",
     "scopes_with_traces",
     "set_choices",
+    "settings_of_process",
     "size_expr",
     "sort_nodes",
     "source_name",
@@ -201,6 +204,7 @@ __all__ = [
     "traced_machine",
     "tracing_once",
     "triton_kernel_of",
+    "under_settings",
     "value_of",
     "violated_guard",
     "weak_view",

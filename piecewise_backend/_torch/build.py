@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -74,3 +76,33 @@ def numeric_switches(device: torch.device) -> dict[str, Any]:
 
 def _without_machine(options: dict[str, Any]) -> dict[str, Any]:
     return {name: v for name, v in sorted(options.items()) if name not in _WITHOUT_CONSEQUENCE}
+
+
+def settings_of_process(device: torch.device) -> dict[str, Any]:
+    """What a process has set that code depends on, for `under_settings` in another one."""
+    options, switches = portable_options(), numeric_switches(device)
+    return {"options": options, "switches": switches, "threads": torch.get_num_threads()}
+
+
+@contextlib.contextmanager
+def under_settings(settings: Mapping[str, Any], device: torch.device) -> Iterator[None]:
+    """Run as in the process that had these settings. For a process that does nothing else: what
+    was set is not set back."""
+    inductor_config.load_config(settings["options"]["inductor"])
+    functorch_config.load_config(settings["options"]["functorch"])
+    torch.set_num_threads(settings["threads"])
+    switches, kind = settings["switches"], device.type
+    is_enabled, dtype = switches["autocast"]
+    torch.set_autocast_enabled(kind, is_enabled)
+    torch.set_autocast_dtype(kind, _dtype(dtype))
+    torch.set_default_dtype(_dtype(switches["default dtype"]))
+    torch.use_deterministic_algorithms(switches["deterministic"])
+    precision, torch.backends.cuda.matmul.fp32_precision = switches["matmul"]
+    torch.set_float32_matmul_precision(precision)
+    has_gradients, is_inference = switches["gradients"]
+    with torch.set_grad_enabled(has_gradients), torch.inference_mode(is_inference):
+        yield
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name.removeprefix("torch."))  # type: ignore[no-any-return]

@@ -1,0 +1,93 @@
+"""Versions that will be wanted are compiled by other processes meanwhile.
+
+In:  versions in the order in which they will be wanted.
+Out: what was compiled, when it is wanted.
+Knows nothing of what a version is for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from piecewise_backend.artifact_store import ArtifactStore, temporary_store
+from piecewise_backend.cache_entry import Content, Key
+from piecewise_backend.compiler import Wanted
+from piecewise_backend.jobs import CompileJob, Setup, message_of
+from piecewise_backend.passes.keys import NoContentError
+from piecewise_backend.piece_record import record_piece
+from piecewise_backend.trace_bytes import to_bytes
+from piecewise_backend.workers import Workers
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+# A process on a GPU takes half a GiB of it while it lives.
+_MOST = 8
+
+
+class Ahead:
+    """Compiles ahead for one model."""
+
+    def __init__(self, make_setup: Callable[[Path], Setup], num_processes: int | None) -> None:
+        """Nothing is compiled yet.
+
+        Args:
+            make_setup: called with a directory for what is compiled, when there is something to
+                compile, in the state of the process that it is to be compiled in.
+            num_processes: most of them; None for as many as other cores are there, up to 8.
+        """
+        self._make_setup = make_setup
+        self._most = _default_number() if num_processes is None else num_processes
+        self._store: ArtifactStore | None = None
+        self._workers: Workers | None = None
+        self._begun: set[Hashable] = set()
+
+    def start(self, wanted: Sequence[Wanted]) -> None:
+        """Begin with these, the last one first: the caller begins at the other end."""
+        if self._most == 0 or not wanted:
+            return
+        try:
+            workers = self._workers = self._workers or self._make_workers()
+            for one in wanted:
+                if _name(one) in self._begun:
+                    continue
+                self._begun.add(_name(one))
+                job = CompileJob(record_piece(one.piece), one.numbers, one.special)
+                workers.submit(_name(one), message_of(job))
+        except NoContentError as error:
+            log.info("not everything is compiled ahead: something depends on %s", error)
+
+    def take(self, wanted: Wanted, key: Key, load: Callable[[Content], T]) -> T | None:
+        """What was compiled, as soon as it is, if a process has begun; None if it is the caller's.
+
+        Args:
+            key: of the version.
+            load: from what was compiled. What it raises is a warning, and None.
+        """
+        if self._workers is None or self._store is None:
+            return None
+        name = _name(wanted)
+        self._workers.take(name)
+        if (failure := self._workers.failures.pop(name, None)) is not None:
+            log.info("compiled here, as another process could not: %s", failure)
+        return self._store.find(key, load)
+
+    def _make_workers(self) -> Workers:
+        self._store = temporary_store()
+        workers = Workers(to_bytes(self._make_setup(self._store.root)), self._most)
+        weakref.finalize(self, workers.close)
+        return workers
+
+
+def _name(wanted: Wanted) -> Hashable:
+    return wanted.piece.index, wanted.numbers, wanted.special and wanted.special.name
+
+
+def _default_number() -> int:
+    return min(len(os.sched_getaffinity(0)) - 1, _MOST)

@@ -1,0 +1,104 @@
+"""Find out which versions are fastest while the model serves.
+
+In:  a compiled graph; its owner's question whether something was found out.
+Out: decisions and versions in the store that the graph's compiler looks into.
+Knows nothing of captures: its owner takes what was found out when nobody is served.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from piecewise_backend.candidates import Candidates, undecided
+from piecewise_backend.compiled import CompiledGraph
+from piecewise_backend.config import Config
+from piecewise_backend.graphs import GraphPool
+from piecewise_backend.jobs import Setup, TuneJob, message_of
+from piecewise_backend.passes.keys import NoContentError
+from piecewise_backend.piece_record import record_piece
+from piecewise_backend.sizes import Sizes
+from piecewise_backend.trace_bytes import to_bytes
+from piecewise_backend.version import Numbers
+from piecewise_backend.workers import Workers
+
+log = logging.getLogger(__name__)
+
+# Of the process, beside one that serves.
+_NICENESS = 10
+
+
+Name = tuple[int, Numbers]
+"""Of a distinct piece, and its integer inputs."""
+
+
+class BackgroundTuning:
+    """Tunes the pieces of one graph in another process, one after the other."""
+
+    def __init__(
+        self,
+        make_setup: Callable[[], Setup],
+        make_pool: Callable[[torch.device], GraphPool],
+        sizes: Sizes,
+    ) -> None:
+        """Nothing is tuned yet.
+
+        Args:
+            make_setup: called when there is something to tune, in the state of the process that
+                pieces are to be compiled in.
+            make_pool: makes graphs like those of the model.
+            sizes: symbol values, for those that are no token counts.
+        """
+        self._make_setup = make_setup
+        self._make_pool = make_pool
+        self._sizes = sizes
+        self._workers: Workers | None = None
+        self._left: dict[Name, Candidates] = {}
+        self._seen: set[Name] = set()
+
+    def start(self, graph: CompiledGraph, config: Config) -> None:
+        """Begin with what is not decided. What was begun, or has failed, is not begun again."""
+        try:
+            for one in reversed(undecided(graph, config, self._sizes)):
+                self._submit(graph, one)
+        except NoContentError as error:
+            log.warning("not everything is tuned in the background: it depends on %s", error)
+
+    def _submit(self, graph: CompiledGraph, one: Candidates) -> None:
+        name = (one.index, one.numbers)
+        if name in self._seen:
+            return
+        self._seen.add(name)
+        piece, facts = record_piece(graph.pieces[one.index]), graph.facts[one.index]
+        job = TuneJob(piece, one.numbers, one.tried, facts, self._make_pool)
+        message = message_of(job)
+        if self._workers is None:
+            # One: what is timed would be slower beside another that is.
+            self._workers = Workers(to_bytes(self._make_setup()), 1, niceness=_NICENESS)
+            weakref.finalize(self, self._workers.close)
+        self._left[name] = one
+        self._workers.submit(name, message)
+
+    def wait(self) -> None:
+        """Until there is nothing left to tune."""
+        if self._workers is not None:
+            self._workers.wait()
+
+    def take_ready(self, graph: CompiledGraph) -> set[int]:
+        """The sizes of which all pieces are done since the last time, and some are decided."""
+        if self._workers is None:
+            return set()
+        failures = self._workers.failures
+        open_, decided = set(), set()
+        for name, one in self._left.items():
+            if graph.compiler.is_decided(graph.pieces[one.index], one.numbers, one.tried):
+                decided.add(one.num_tokens)
+            elif name in failures:
+                log.warning("piece %d at %s is not tuned: %s", *name, failures[name])
+            else:
+                open_.add(one.num_tokens)
+        self._left = {n: one for n, one in self._left.items() if one.num_tokens in open_}
+        return decided - open_
