@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct(">Q")
 _IDLE_SECONDS = 30.0
+# Of one thread: what ends one may end all, such as a device without memory.
+_MOST_PROCESSES = 3
+_COMMAND = [sys.executable, "-m", "piecewise_backend.worker"]
 
 
 def read_message(stream: IO[bytes]) -> bytes | None:
@@ -73,8 +76,10 @@ class Workers:
     def submit(self, name: Hashable, message: bytes) -> None:
         """Have a job done."""
         with self._changed:
+            if self._is_closed:
+                return
             self._waiting[name] = message
-            if self._num_threads < min(self._most, len(self._waiting)):
+            if self._num_threads < min(self._most, len(self._waiting) + len(self._running)):
                 self._num_threads += 1
                 threading.Thread(target=self._serve, daemon=True).start()
             self._changed.notify()
@@ -106,40 +111,47 @@ class Workers:
             self._changed.notify_all()
 
     def _serve(self) -> None:
-        """Own one process, and give it jobs until there are none for a while."""
-        process = None
+        """Have a process, and another one if that ends, until there are no jobs for a while."""
         try:
-            process = self._start()
-            first = [self._setup]
-            while (job := self._next(process)) is not None:
-                name, message = job
-                failure = _done(process, [*first, message])
-                first = []
-                with self._changed:
-                    self._running.discard(name)
-                    if failure is not None:
-                        self.failures[name] = failure
-                    self._changed.notify_all()
+            for _ in range(_MOST_PROCESSES):
+                if self._has_jobs():
+                    self._serve_by(self._start())
         except OSError as error:
             log.warning("no process can be started to compile ahead: %s", error)
         finally:
-            if process is not None:
-                process.kill()
-                process.communicate()
             with self._changed:
-                self._processes -= {process}
                 self._num_threads -= 1
                 if self._num_threads == 0:  # what is left is left to the caller
                     self.failures |= dict.fromkeys(self._waiting, "no process is left to do it")
                     self._waiting.clear()
                 self._changed.notify_all()
 
+    def _has_jobs(self) -> bool:
+        with self._changed:
+            return bool(self._waiting)
+
+    def _serve_by(self, process: subprocess.Popen[bytes]) -> None:
+        messages = [self._setup]
+        while (job := self._next(process)) is not None:
+            name, message = job
+            failure = _done(process, [*messages, message])
+            messages = []
+            with self._changed:
+                self._running.discard(name)
+                if failure is not None:
+                    self.failures[name] = failure
+                self._changed.notify_all()
+        process.kill()
+        process.communicate()
+        with self._changed:
+            self._processes.discard(process)
+
     def _start(self) -> subprocess.Popen[bytes]:
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "TORCHINDUCTOR_COMPILE_THREADS": "1",  # each is one of many
         }
-        command = [sys.executable, "-m", "piecewise_backend.worker", str(self._niceness)]
+        command = [*_COMMAND, str(self._niceness)]
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -1,0 +1,193 @@
+"""Processes that do jobs aside: whatever becomes of them, the caller goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from piecewise_backend import workers
+from piecewise_backend.workers import Workers
+
+# Stands for `piecewise_backend.worker`, without torch: a job is a line of Python.
+WORKER = """
+import json, os, struct, sys, time
+def read():
+    head = sys.stdin.buffer.read(8)
+    return sys.stdin.buffer.read(*struct.unpack(">Q", head)) if head else None
+folder = read().decode()
+while (message := read()) is not None:
+    try:
+        exec(message.decode(), {"os": os, "time": time, "folder": folder})
+        print("null", flush=True)
+    except Exception as error:
+        print(json.dumps(str(error)), flush=True)
+"""
+
+
+def done(folder: Path) -> list[str]:
+    """What jobs wrote, in the order in which they ran."""
+    path = folder / "done"
+    return path.read_text().split() if path.exists() else []
+
+
+def job(text: str, before: str = "pass") -> bytes:
+    lines = f"{before}\nwith open(folder + '/done', 'a') as file: file.write('{text} ')"
+    return lines.encode()
+
+
+def waiting_for(name: str) -> str:
+    return f"while not os.path.exists(folder + '/{name}'): time.sleep(0.01)"
+
+
+def eventually(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline, "it does not come true"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Workers]]:
+    stands_for = tmp_path / "stands_for_worker.py"
+    stands_for.write_text(textwrap.dedent(WORKER))
+    monkeypatch.setattr(workers, "_COMMAND", [sys.executable, str(stands_for)])
+    made: list[Workers] = []
+
+    def new(most: int = 1) -> Workers:
+        made.append(Workers(str(tmp_path).encode(), most))
+        return made[-1]
+
+    yield new
+    for each in made:
+        each.close()
+
+
+def test_jobs_are_done_the_last_one_first(make: Callable[..., Workers], tmp_path: Path) -> None:
+    pool = make()
+    pool.submit("held", job("held", waiting_for("go")))
+    eventually(lambda: "held" in pool._running)
+    for name in "abc":
+        pool.submit(name, job(name))
+    (tmp_path / "go").touch()
+    pool.wait()
+    assert done(tmp_path) == ["held", "c", "b", "a"]
+    assert not pool.failures
+
+
+def test_what_is_taken_is_not_done(make: Callable[..., Workers], tmp_path: Path) -> None:
+    pool = make()
+    pool.submit("held", job("held", waiting_for("go")))
+    eventually(lambda: "held" in pool._running)
+    pool.submit("a", job("a"))
+    pool.take("a")
+    pool.take("unknown")
+    (tmp_path / "go").touch()
+    pool.take("held")  # begun: waited for
+    assert done(tmp_path) == ["held"]
+    pool.wait()
+    assert done(tmp_path) == ["held"]
+
+
+def test_several_at_once(make: Callable[..., Workers], tmp_path: Path) -> None:
+    pool = make(3)
+    for name in "abc":  # each waits for the next one
+        following = chr(ord(name) + 1) if name != "c" else "a"
+        started = f"open(folder + '/{name}', 'w').close()\n"
+        pool.submit(name, job(name, started + waiting_for(following)))
+    pool.wait()
+    assert sorted(done(tmp_path)) == ["a", "b", "c"]
+
+
+def test_a_job_that_fails(make: Callable[..., Workers], tmp_path: Path) -> None:
+    pool = make()
+    pool.submit("a", job("a", "raise ValueError('no such thing')"))
+    pool.take("a")
+    pool.submit("b", job("b"))
+    pool.wait()
+    assert pool.failures.get("a", "no such thing") == "no such thing"
+    assert done(tmp_path)[-1:] == ["b"]
+
+
+def test_a_process_that_is_killed(make: Callable[..., Workers], tmp_path: Path) -> None:
+    """Its job has failed, and another process does those that wait."""
+    pool = make()
+    write = "open(folder + '/pid', 'w').write(str(os.getpid()))\n"
+    pool.submit("a", job("a", write + waiting_for("never")))
+    eventually(lambda: bool((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()))
+    pool.submit("b", job("b"))
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    pool.take("a")
+    assert pool.failures["a"] == "its process ended with -9"
+    pool.wait()
+    assert done(tmp_path) == ["b"]
+
+
+def test_processes_that_all_end(make: Callable[..., Workers], tmp_path: Path) -> None:
+    pool = make()
+    pool.submit("held", job("held", waiting_for("go")))
+    eventually(lambda: "held" in pool._running)
+    for name in "abcd":
+        pool.submit(name, job(name, "os._exit(3)"))
+    (tmp_path / "go").touch()
+    pool.wait()
+    assert set(pool.failures) == set("abcd")
+    assert pool.failures["d"] == "its process ended with 3"
+    assert pool.failures["a"] == "no process is left to do it"
+    pool.submit("e", job("e"))  # perhaps it was these
+    pool.wait()
+    assert done(tmp_path) == ["held", "e"]
+
+
+def test_no_process_can_be_started(
+    make: Callable[..., Workers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "_COMMAND", ["/no/such/program"])
+    pool = make(2)
+    pool.submit("a", job("a"))
+    pool.submit("b", job("b"))
+    pool.wait()
+    assert set(pool.failures) == {"a", "b"}
+    assert pool.num_left == 0
+
+
+def test_closing_ends_what_runs(make: Callable[..., Workers], tmp_path: Path) -> None:
+    pool = make()
+    write = "open(folder + '/pid', 'w').write(str(os.getpid()))\n"
+    pool.submit("a", job("a", write + waiting_for("never")))
+    eventually(lambda: bool((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()))
+    pool.submit("b", job("b"))
+    pool.close()
+    pool.wait()
+    assert not done(tmp_path)
+    eventually(lambda: not _is_alive(int((tmp_path / "pid").read_text())))
+    pool.submit("c", job("c"))
+    pool.wait()
+    assert not done(tmp_path)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_message_that_is_cut_off_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "stream"
+    whole = workers._LENGTH.pack(5) + b"hello"
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        with path.open("rb") as stream:
+            assert workers.read_message(stream) is None
+    path.write_bytes(whole + whole[:3])
+    with path.open("rb") as stream:
+        assert workers.read_message(stream) == b"hello"
+        assert workers.read_message(stream) is None
