@@ -91,13 +91,15 @@ class BackgroundTuning:
         """The sizes of which all pieces are done since the last time, and some are decided."""
         if self._workers is None:
             return set()
-        failures = self._workers.failures
         open_, decided = set(), set()
         for name, one in self._left.items():
+            is_done = not self._workers.is_left(name)
             if graph.compiler.is_decided(graph.pieces[one.index], one.numbers, one.tried):
                 decided.add(one.num_tokens)
-            elif name in failures:
-                log.warning("piece %d at %s is not tuned: %s", *name, failures[name])
+            elif is_done:
+                # Or it has other settings, another version of an op: see the keys in the cache.
+                reason = self._workers.failures.get(name, "it was done under another key")
+                log.warning("piece %d at %s is not tuned: %s", *name, reason)
             else:
                 open_.add(one.num_tokens)
         self._left = {n: one for n, one in self._left.items() if one.num_tokens in open_}

@@ -90,11 +90,10 @@ class Workers:
             self._waiting.pop(name, None)
             self._changed.wait_for(lambda: name not in self._running)
 
-    @property
-    def num_left(self) -> int:
-        """Jobs that are not done."""
+    def is_left(self, name: Hashable) -> bool:
+        """It is not done."""
         with self._changed:
-            return len(self._waiting) + len(self._running)
+            return name in self._waiting or name in self._running
 
     def wait(self) -> None:
         """Until every job is done, or has failed."""

@@ -75,8 +75,10 @@ def test_jobs_are_done_the_last_one_first(make: Callable[..., Workers], tmp_path
     eventually(lambda: "held" in pool._running)
     for name in "abc":
         pool.submit(name, job(name))
+    assert all(map(pool.is_left, ["held", *"abc"]))
     (tmp_path / "go").touch()
     pool.wait()
+    assert not any(map(pool.is_left, ["held", *"abc"]))
     assert done(tmp_path) == ["held", "c", "b", "a"]
     assert not pool.failures
 
@@ -154,7 +156,7 @@ def test_no_process_can_be_started(
     pool.submit("b", job("b"))
     pool.wait()
     assert set(pool.failures) == {"a", "b"}
-    assert pool.num_left == 0
+    assert not pool.is_left("a")
 
 
 def test_closing_ends_what_runs(make: Callable[..., Workers], tmp_path: Path) -> None:

@@ -97,10 +97,13 @@ def under_settings(settings: Mapping[str, Any], device: torch.device) -> Iterato
     torch.set_autocast_dtype(kind, _dtype(dtype))
     torch.set_default_dtype(_dtype(switches["default dtype"]))
     torch.use_deterministic_algorithms(switches["deterministic"])
-    precision, torch.backends.cuda.matmul.fp32_precision = switches["matmul"]
+    precision, of_cuda = switches["matmul"]
     torch.set_float32_matmul_precision(precision)
+    torch.backends.cuda.matmul.fp32_precision = of_cuda  # which the other has set as well
     has_gradients, is_inference = switches["gradients"]
-    with torch.set_grad_enabled(has_gradients), torch.inference_mode(is_inference):
+    with torch.inference_mode(is_inference), torch.set_grad_enabled(has_gradients):
+        if (found := numeric_switches(device)) != switches:
+            raise RuntimeError(f"{switches} were to be set, but there are {found}")
         yield
 
 

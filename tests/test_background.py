@@ -1,0 +1,220 @@
+"""`tuning="background"`: found out by another process, taken when the user says so."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import piecewise_backend as pw
+from piecewise_backend import compiling
+from piecewise_backend.batch import CUDAGraphMode, FallbackReason
+from piecewise_backend.compiled import CompiledGraph
+from piecewise_backend.config import Config
+from piecewise_backend.handles import session_of
+from tests.helpers import out_attn, rows, same
+from tests.test_tuning import Imitation, seconds, tunings, warmed_up
+
+__all__ = ["seconds"]  # a fixture
+
+
+@pytest.fixture(autouse=True)
+def _without_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+class Elsewhere:
+    """Stands for the process that tunes: what it decides is said by the test."""
+
+    def __init__(self) -> None:
+        self.num_starts = 0
+        self.ready: set[int] = set()
+        self.has_waited = False
+
+    def start(self, graph: CompiledGraph, config: Config) -> None:
+        self.num_starts += 1
+
+    def wait(self) -> None:
+        self.has_waited = True
+
+    def take_ready(self, graph: CompiledGraph) -> set[int]:
+        ready, self.ready = self.ready, set()
+        return ready
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Elsewhere:
+    made = Elsewhere()
+    monkeypatch.setattr(compiling.Compiling, "in_background", lambda *args: made)
+    return made
+
+
+@pytest.fixture
+def imitation(monkeypatch: pytest.MonkeyPatch) -> Imitation:
+    made = Imitation()
+    monkeypatch.setattr(compiling.Compiling, "compiler", lambda *args: made)
+    return made
+
+
+def model(x: Tensor) -> Tensor:
+    """Two pieces that differ."""
+    return out_attn(x.sin(), x, x) + 1
+
+
+def decide(imitation: Imitation, elsewhere: Elsewhere, size: int) -> None:
+    imitation.decided |= {(piece, (size,)) for piece in range(2)}
+    elsewhere.ready.add(size)
+
+
+def test_warm_up_tunes_nothing(
+    imitation: Imitation, elsewhere: Elsewhere, seconds: dict[str, float]
+) -> None:
+    seconds["static"] = 0.5
+    compiled = warmed_up(model, tuning="background", compile_sizes=[4, 8])
+    assert elsewhere.num_starts == 1
+    assert not tunings(compiled)
+    assert not imitation.prepared
+    assert {name for name, _ in imitation.compiled} == {"as traced"}
+    assert pw.adopt_tuned(compiled) == ()
+    assert not elsewhere.has_waited
+
+
+def test_what_is_decided_serves_from_then_on(
+    imitation: Imitation, elsewhere: Elsewhere, seconds: dict[str, float]
+) -> None:
+    seconds["static"] = 0.5
+    compiled = warmed_up(model, tuning="background", compile_sizes=[4, 8])
+    (runtime,) = session_of(compiled).runtimes
+    before = dict(runtime.captures.captured)
+    decide(imitation, elsewhere, 4)
+    found = pw.adopt_tuned(compiled, wait=True)
+    assert elsewhere.has_waited
+    assert [(t.piece, t.sizes, t.kept) for t in found] == [(0, (4,), "static"), (1, (4,), "static")]
+    assert tunings(compiled) == found
+    after = runtime.captures.captured
+    assert after.keys() == before.keys()
+    assert {key[1] for key in after if after[key] is not before[key]} == {4}
+    imitation.runs.clear()
+    for size in (3, 4, 8):
+        same(compiled(rows(size)), model(rows(size)), f"{size} tokens")
+    assert {name for name, size in imitation.runs if size == 4} == {"static"}
+    assert {name for name, size in imitation.runs if size == 8} == {"as traced"}
+    assert pw.adopt_tuned(compiled) == ()
+    decide(imitation, elsewhere, 8)
+    assert {t.sizes for t in pw.adopt_tuned(compiled)} == {(8,)}
+    assert not pw.report(compiled).graphs[0].fallbacks
+
+
+def test_what_an_earlier_process_decided_serves_after_warm_up(
+    imitation: Imitation, elsewhere: Elsewhere, seconds: dict[str, float]
+) -> None:
+    seconds["static"] = 0.5
+    decide(imitation, elsewhere, 4)
+    compiled = warmed_up(model, tuning="background", compile_sizes=[4, 8])
+    assert {t.sizes for t in tunings(compiled)} == {(4,)}
+
+
+def test_calls_are_served_while_it_is_taken(
+    imitation: Imitation, elsewhere: Elsewhere, seconds: dict[str, float]
+) -> None:
+    """Of another thread; and the model stays sealed."""
+    seconds["static"] = 0.5
+    compiled = warmed_up(model, tuning="background", compile_sizes=[4])
+    session = session_of(compiled)
+    results: list[Tensor] = []
+    made = session.make_inputs
+
+    def make_inputs(descriptor: pw.BatchDescriptor) -> Any:
+        def serve() -> None:
+            with torch.no_grad():
+                results.append(compiled(rows(4)))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        thread.join()
+        return made(descriptor)
+
+    session.make_inputs = make_inputs
+    decide(imitation, elsewhere, 4)
+    assert pw.adopt_tuned(compiled)
+    assert results
+    for result in results:
+        same(result, model(rows(4)), "meanwhile")
+    assert session.is_sealed
+    assert set(pw.report(compiled).graphs[0].fallbacks) == {FallbackReason.REBUILDING.value}
+
+
+def test_an_error_leaves_a_model_that_serves(
+    imitation: Imitation, elsewhere: Elsewhere, seconds: dict[str, float]
+) -> None:
+    compiled = warmed_up(model, tuning="background", compile_sizes=[4], on_fallback="warn")
+    session = session_of(compiled)
+    made, session.make_inputs = session.make_inputs, lambda descriptor: 1 / 0
+    decide(imitation, elsewhere, 4)
+    with pytest.raises(ZeroDivisionError):
+        pw.adopt_tuned(compiled)
+    with pytest.warns(RuntimeWarning, match="without"):
+        same(compiled(rows(4)), model(rows(4)), "without graphs")
+    same(compiled(rows(8)), model(rows(8)), "another size")
+    session.make_inputs = made
+    pw.warmup(compiled, made)
+    assert {t.sizes for t in tunings(compiled)} == {(4,)}
+    assert pw.report(compiled).graphs[0].captured_sizes == (16, 8, 4)
+
+
+def test_without_a_warm_up_there_are_no_inputs(imitation: Imitation, elsewhere: Elsewhere) -> None:
+    compiled = pw.compile(model, compile_sizes=[4], tuning="background", graph_impl="emulated")
+    with pytest.raises(pw.ContractError, match="nothing was warmed up"):
+        pw.adopt_tuned(compiled)
+
+
+def test_where_it_is_not_asked_for_there_is_nothing_to_take(imitation: Imitation) -> None:
+    compiled = warmed_up(model, compile_sizes=[])
+    assert pw.adopt_tuned(compiled) == ()
+
+
+def scaled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def test_across_processes(
+    seconds: dict[str, float], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other process really compiles, times, and stores; this one compiles nothing for it."""
+    options: Any = {"splitting_ops": [], "compile_sizes": [4], "cache_dir": tmp_path}
+    with caplog.at_level(logging.WARNING):
+        compiled = warmed_up(scaled, tuning="background", **options)
+        assert not tunings(compiled)
+        before = pw.compilation_counter.num_inductor_compiles
+        (found,) = pw.adopt_tuned(compiled, wait=True)
+        assert pw.compilation_counter.num_inductor_compiles == before
+    assert not caplog.records
+    assert found.is_remembered
+    assert set(found.microseconds) >= {"as traced", "static", "coordinate descent"}
+    same(compiled(rows(4)), scaled(rows(4)), "served")
+    (runtime,) = session_of(compiled).runtimes
+    assert runtime.captures.has(CUDAGraphMode.PIECEWISE, pw.BatchDescriptor(num_tokens=4))
+    torch._dynamo.reset()
+    seconds["as traced"] = 0.0  # nobody asks
+    again = warmed_up(scaled, tuning="background", **options)
+    assert tunings(again) == (found,)
+
+
+def test_what_another_process_cannot_do_is_said(
+    seconds: dict[str, float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("piecewise_backend.workers._COMMAND", ["/no/such/program"])
+    with caplog.at_level(logging.WARNING):
+        compiled = warmed_up(scaled, tuning="background", splitting_ops=[], compile_sizes=[4])
+        assert pw.adopt_tuned(compiled, wait=True) == ()
+    text = caplog.text
+    assert "no process can be started" in text
+    assert "piece 0 at (4,) is not tuned: no process is left to do it" in text
+    same(compiled(rows(4)), scaled(rows(4)), "served")
