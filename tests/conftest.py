@@ -11,18 +11,14 @@ from piecewise_backend import registry
 from piecewise_backend.passes import order
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _cheap_collections() -> None:
-    """Captures collect garbage; torch's own million objects are none."""
-    torch.compile(torch.sin, backend="eager")(torch.ones(2))
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(autouse=True)
 def _nothing_carried_over() -> Iterator[None]:
     """No code of an earlier test, and the splitting ops and passes that were registered before."""
     torch._dynamo.reset()
+    # Every capture collects garbage. What lives by now is none, and looking through it each time
+    # takes longer than the tests: torch makes a million objects, and each test leaves some more.
+    gc.collect()
+    gc.freeze()
     registered = dict(registry._registered)
     passes = list(order._ordered)
     try:

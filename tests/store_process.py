@@ -1,25 +1,42 @@
-"""A process that shares a cache directory with others: `python -m tests.store_process`.
+"""Processes that share a cache directory.
 
-Arguments: the directory, a file to note each making in, what to do, the names of the keys. A name
-may end in a size, as `a:5`: what is made for it serves sizes of the same parity.
+They are forked from one that has imported torch, which takes longer than all that they do; no
+address and no hash of an object matters here. A key's name may end in a size, as `a:5`: what is
+made for it serves sizes of the same parity.
 """
 
+import contextlib
+import io
+import multiprocessing
 import os
 import resource
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from piecewise_backend import cache_entry
 from piecewise_backend.artifact_store import ArtifactStore, Made
 from piecewise_backend.cache_entry import Content
+from piecewise_backend.file_lock import locked
 
 Recipe = tuple[
     Callable[[], Made[bytes]], Callable[[Content], bytes], Callable[[Mapping[str, Any]], bool]
 ]
+
+FORKING = multiprocessing.get_context("forkserver")
+FORKING.set_forkserver_preload([__name__])
+
+
+def started(function: Callable[..., None], *args: Any) -> tuple[Any, Connection]:
+    """A process that runs it, and what it tells."""
+    told, tell = FORKING.Pipe(duplex=False)
+    process = FORKING.Process(target=function, args=(tell, *args), daemon=True)
+    process.start()
+    tell.close()
+    return process, told
 
 
 def recipe(made: bytes, size: int = 0) -> Recipe:
@@ -42,10 +59,24 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main() -> None:
-    """Fetch every key once and print what came of it."""
-    root, notes, action, *names = sys.argv[1:]
-    store = ArtifactStore(Path(root))
+def fetch_all(tell: Connection, root: Path, notes: Path, action: str, names: list[str]) -> None:
+    """Fetch every key once; tells what came of it, and what was warned about."""
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+        contextlib.redirect_stderr(io.StringIO()) as warned,
+    ):
+        _fetch_all(ArtifactStore(root), notes, action, names)
+    tell.send((printed.getvalue(), warned.getvalue()))
+
+
+def hold(tell: Connection, path: Path) -> None:
+    """Keep a lock, for longer than anybody waits."""
+    with locked(path, seconds=9):
+        tell.send("held")
+        time.sleep(99)
+
+
+def _fetch_all(store: ArtifactStore, notes: Path, action: str, names: list[str]) -> None:
     if action == "die before renaming":
         cache_entry._sync = lambda folder: die()
     if action == "die in a file":
@@ -67,7 +98,3 @@ def main() -> None:
         key = {"name": name} | ({"sizes": [int(size)]} if size else {})
         found = store.fetch(key, noted, load, serves)
         print(given, found.is_hit, found.value == artifact_of(name))
-
-
-if __name__ == "__main__":
-    main()

@@ -7,8 +7,6 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -23,10 +21,9 @@ from piecewise_backend.artifact_store import ArtifactStore, Fetched, Made, open_
 from piecewise_backend.cache_entry import ARTIFACT, Content, Damaged, Record, group_of, name_of
 from piecewise_backend.errors import ConfigError
 from piecewise_backend.file_lock import LockTimeoutError, locked
-from tests.store_process import artifact_of, recipe
+from tests.store_process import artifact_of, fetch_all, hold, recipe, started
 
 KEY = {"name": "one", "list": [1, 2.5, None], "nested": {"b": 1, "a": 2}}
-PROJECT = Path(__file__).parents[1]
 
 
 def fetch(store: ArtifactStore, key: Any = KEY, made: bytes = b"made now") -> Fetched[bytes]:
@@ -356,10 +353,16 @@ def test_a_group_that_others_are_in_is_refused(
 def processes(root: Path, notes: Path, action: str, *names: list[str]) -> list[tuple[str, str]]:
     """Run processes at the same time, one for each list; returns what each printed."""
     root.mkdir(mode=0o700)
-    command = [sys.executable, "-m", "tests.store_process", root, notes, action]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    started = [subprocess.Popen([*command, *n], cwd=PROJECT, **pipes) for n in names]
-    return [process.communicate(timeout=600) for process in started]
+    return [outcome(*each) for each in [started(fetch_all, root, notes, action, n) for n in names]]
+
+
+def outcome(process: Any, told: Any) -> tuple[str, str]:
+    """What a process printed and warned about; nothing if it was killed."""
+    process.join(timeout=600)
+    if process.exitcode == -signal.SIGKILL:
+        return "", ""
+    assert process.exitcode == 0
+    return told.recv()
 
 
 def test_processes_on_an_empty_directory_make_each_entry_once(tmp_path: Path) -> None:
@@ -399,22 +402,16 @@ def test_a_killed_writer_blocks_nobody_and_leaves_nothing(tmp_path: Path, moment
 
 def test_a_killed_holder_lets_the_waiting_process_go_on(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    code = (
-        "import sys, time; from pathlib import Path; from piecewise_backend.file_lock import locked"
-        "\nwith locked(Path(sys.argv[1]), seconds=9): print('held', flush=True); time.sleep(99)"
-    )
-    command = [sys.executable, "-c", code, str(path)]
-    holder = subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, text=True)
-    assert holder.stdout is not None
-    with holder.stdout:
-        assert holder.stdout.readline() == "held\n"
-        with pytest.raises(LockTimeoutError, match="lock"), locked(path, seconds=0.1):
-            pass
-        timer = threading.Timer(0.3, holder.send_signal, [signal.SIGKILL])
-        timer.start()
-        with locked(path, seconds=30):
-            assert holder.wait(timeout=10) == -signal.SIGKILL
-        timer.join()
+    holder, told = started(hold, path)
+    assert told.recv() == "held"
+    with pytest.raises(LockTimeoutError, match="lock"), locked(path, seconds=0.1):
+        pass
+    timer = threading.Timer(0.3, holder.kill)
+    timer.start()
+    with locked(path, seconds=30):
+        holder.join(timeout=10)
+        assert holder.exitcode == -signal.SIGKILL
+    timer.join()
 
 
 def test_who_waited_for_a_removed_lock_starts_over(tmp_path: Path) -> None:

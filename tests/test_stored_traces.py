@@ -190,49 +190,39 @@ def shop(folder: Path) -> Path:
     return folder
 
 
-def in_process(folder: Path, cache: Path, *variants: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a process counts that starts these variants, without kernels of earlier ones."""
-    home = folder / f"home{len(list(folder.iterdir()))}"
-    home.mkdir()
+def in_process(
+    folder: Path, *variants: dict[str, Any], home: Path | None = None
+) -> list[dict[str, Any]]:
+    """What a process counts that starts these variants of the package in the folder."""
+    return in_processes((folder, *variants), home=home or folder / f"home{len(os.listdir(folder))}")
+
+
+def in_processes(*processes: tuple[Any, ...], home: Path) -> list[dict[str, Any]]:
+    """What processes count, each of which starts variants of the package in its folder.
+
+    There are no kernels of earlier ones, but of those that had the same home.
+    """
+    home.mkdir(exist_ok=True)
     environment = os.environ | {
         "HOME": str(home),
-        "PYTHONPATH": f"{PROJECT}{os.pathsep}{folder}",
+        "PYTHONPATH": str(PROJECT),
         "PYTHONDONTWRITEBYTECODE": "1",
         "TORCHINDUCTOR_CACHE_DIR": str(home / "inductor"),
         "OMP_NUM_THREADS": "1",
     }
-    texts = map(json.dumps, variants)
-    command = [sys.executable, "-m", "tests.trace_process", str(cache), *texts]
+    texts = [json.dumps([str(folder), *variants]) for folder, *variants in processes]
+    command = [sys.executable, "-m", "tests.trace_process", *texts]
     done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def was(found: dict[str, Any], wanted: dict[str, int]) -> None:
+def was(found: dict[str, Any], wanted: dict[str, int], name: str = "it") -> None:
     """Assert what was counted, and that results were right and nothing was warned about."""
-    assert {name: found[name] for name in wanted} == wanted
-    assert found["is_right"]
-    assert not found["warnings"]
-    assert found["num_replays"] > 0
-
-
-@pytest.fixture(scope="module")
-def cold(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the package, and a cache that a process filled."""
-    folder = shop(tmp_path_factory.mktemp("cold"))
-    filled = in_process(
-        folder, folder / "cache", {}, {"model": "Branching", "sizes": FEW}, {"model": "function"}
-    )
-    for found in filled:
-        was(found, TRACED)
-    return folder
-
-
-@pytest.fixture
-def copied(cold: Path, tmp_path: Path) -> Path:
-    """The same in another place."""
-    shutil.copytree(cold, tmp_path / "copied")
-    return tmp_path / "copied"
+    assert {each: found[each] for each in wanted} == wanted, name
+    assert found["is_right"], name
+    assert not found["warnings"], name
+    assert found["num_replays"] > 0, name
 
 
 FEW, MANY = [5, 4, 4, 4, 3], [7, 8, 8, 8, 8, 16]
@@ -261,57 +251,68 @@ OTHERS: dict[str, dict[str, Any]] = {
     "gradients on": {"mode": "enable_grad"},
     "a registered splitting op": {"declare": {"pwtest::layer_attn": "always"}},
 }
-"""Each after the other in one process: what one changes stays changed for those behind it."""
 
 
 @pytest.fixture(scope="module")
-def warm(cold: Path) -> list[dict[str, dict[str, Any]]]:
-    """What two processes count, one after the other, that start all variants."""
-    names, variants = [*SAME, *OTHERS], (*SAME.values(), *OTHERS.values())
-    runs = (in_process(cold, cold / "cache", *variants) for _ in range(2))
-    return [dict(zip(names, found, strict=True)) for found in runs]
+def cold(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the package, and a cache that a process filled."""
+    folder = shop(tmp_path_factory.mktemp("cold"))
+    for found in in_process(folder, SAME["the same"]):
+        was(found, TRACED)
+    return folder
 
 
-@pytest.mark.parametrize("name", SAME)
-def test_another_process_traces_nothing(warm: Any, name: str) -> None:
-    for found in warm:
-        was(found[name], LOADED)
+def test_a_process_traces_what_differs_and_a_later_one_nothing(tmp_path: Path) -> None:
+    """What differs is stored beside what was there."""
+    folder = shop(tmp_path / "shop")
+    stored = [name for name in SAME if name != "another first size"]
+    for name, found in zip(stored, in_process(folder, *map(SAME.get, stored)), strict=True):
+        was(found, TRACED, name)
+    variants = SAME | OTHERS  # what one changes stays changed for those behind it
+    for wanted in (TRACED, LOADED):
+        counted = zip(variants, in_process(folder, *variants.values()), strict=True)
+        for name, found in counted:
+            was(found, LOADED if name in SAME else wanted, name)
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_what_differs_is_traced_anew_and_stored_beside(warm: Any, name: str) -> None:
-    was(warm[0][name], TRACED)
-    was(warm[1][name], LOADED)
+EDITS = [
+    ("helpers.py", "x * heads + SCALE", "x * heads - SCALE"),
+    ("helpers.py", "x + amount", "x - amount"),
+    ("helpers.py", "x - 0.5", "x - 0.75"),
+    ("helpers.py", "SCALE = 3.0", "SCALE = 5.0"),
+    ("model.py", "x * self.SLOPE", "x / self.SLOPE"),
+    ("model.py", "k: int = 1", "k: int = 2"),
+    ("model.py", "out = torch.empty_like(q)", "out = torch.empty_like(v)"),
+]
+COMMENT = ("helpers.py", "SCALE = 3.0", "# A comment.\n\nSCALE = 3.0")
 
 
-def edited(folder: Path, file: str, old: str, new: str) -> dict[str, Any]:
-    """What a process counts after a change of the sources."""
+def copied(cold: Path, elsewhere: Path) -> Path:
+    """The package and its cache in another place."""
+    shutil.copytree(cold / "shop", elsewhere / "shop")
+    shutil.copytree(cold / "cache", elsewhere / "cache")
+    return elsewhere
+
+
+def edited(folder: Path, file: str, old: str, new: str) -> Path:
+    """The folder, with other sources."""
     path = folder / "shop" / file
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
-    (found,) = in_process(folder, folder / "cache", {})
-    return found
+    return folder
 
 
-def test_elsewhere_with_other_comments_nothing_is_traced(copied: Path) -> None:
-    was(edited(copied, "helpers.py", "SCALE = 3.0", "# A comment.\n\nSCALE = 3.0"), LOADED)
-
-
-@pytest.mark.parametrize(
-    ("file", "old", "new"),
-    [
-        ("helpers.py", "x * heads + SCALE", "x * heads - SCALE"),
-        ("helpers.py", "x + amount", "x - amount"),
-        ("helpers.py", "x - 0.5", "x - 0.75"),
-        ("helpers.py", "SCALE = 3.0", "SCALE = 5.0"),
-        ("model.py", "x * self.SLOPE", "x / self.SLOPE"),
-        ("model.py", "k: int = 1", "k: int = 2"),
-        ("model.py", "out = torch.empty_like(q)", "out = torch.empty_like(v)"),
-    ],
-)
-def test_changed_code_is_traced_anew(copied: Path, file: str, old: str, new: str) -> None:
-    was(edited(copied, file, old, new), TRACED)
+def test_changed_code_is_traced_anew_and_other_comments_elsewhere_are_not(
+    cold: Path, tmp_path: Path
+) -> None:
+    edits = [*EDITS, COMMENT]
+    folders = [
+        edited(copied(cold, tmp_path / f"copy{index}"), *edit) for index, edit in enumerate(edits)
+    ]
+    counted = in_processes(*((folder, {}) for folder in folders), home=tmp_path / "home")
+    for edit, found in zip(edits, counted, strict=True):
+        was(found, LOADED if edit is COMMENT else TRACED, str(edit))
 
 
 def kinds(cache: Path) -> dict[str, list[Path]]:
@@ -323,70 +324,77 @@ def kinds(cache: Path) -> dict[str, list[Path]]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["questions", "answers"])
-def test_a_damaged_file_is_named_once_and_traced_anew(copied: Path, kind: str) -> None:
-    for folder in kinds(copied / "cache")[kind]:
-        data = bytearray((folder / ARTIFACT).read_bytes())
-        data[len(data) // 2] ^= 1
-        (folder / ARTIFACT).write_bytes(data)
-    first, second = in_process(copied, copied / "cache", {}, {})
-    (warning,) = first.pop("warnings")
-    assert "checksum" in warning
-    assert str(copied / "cache") in warning
-    was(first | {"warnings": []}, TRACED)
-    was(second, LOADED)
+def test_a_damaged_file_is_named_once_and_traced_anew(cold: Path, tmp_path: Path) -> None:
+    copies = {kind: copied(cold, tmp_path / kind) for kind in ("questions", "answers")}
+    for kind, copy in copies.items():
+        for folder in kinds(copy / "cache")[kind]:
+            data = bytearray((folder / ARTIFACT).read_bytes())
+            data[len(data) // 2] ^= 1
+            (folder / ARTIFACT).write_bytes(data)
+    counted = in_processes(*((copy, {}, {}) for copy in copies.values()), home=tmp_path / "home")
+    for kind, first, second in zip(copies, counted[::2], counted[1::2], strict=True):
+        (warning,) = first.pop("warnings")
+        assert "checksum" in warning
+        assert str(copies[kind] / "cache") in warning
+        was(first | {"warnings": []}, TRACED, kind)
+        was(second, LOADED, kind)
 
 
 def test_pieces_that_are_gone_are_compiled_from_the_stored_graph(tmp_path: Path) -> None:
-    folder, variant = shop(tmp_path / "shop"), {"options": {"compiler": "inductor"}}
-    (cold,) = in_process(folder, folder / "cache", variant)
+    folder = shop(tmp_path / "shop")
+    options = {"compiler": "inductor"}
+    variant = {"options": options, "arguments": {"num_layers": 1}, "sizes": FEW}
+    (cold,) = in_process(folder, variant, home=tmp_path)
     was(cold, TRACED)
-    (warm,) = in_process(folder, folder / "cache", variant)
-    was(warm, LOADED | {"num_inductor_compiles": 0})
-    assert warm["num_artifacts_loaded"] == cold["num_inductor_compiles"]
+    assert cold["num_inductor_compiles"] == 2
+    (warm,) = in_process(folder, variant)
+    was(warm, LOADED | {"num_inductor_compiles": 0, "num_artifacts_loaded": 2})
     for piece in kinds(folder / "cache")["piece"]:
         shutil.rmtree(piece)
-    (bare,) = in_process(folder, folder / "cache", variant)
-    was(bare, LOADED | {"num_inductor_compiles": cold["num_inductor_compiles"]})
+    (bare,) = in_process(folder, variant, home=tmp_path)
+    was(bare, LOADED | {"num_inductor_compiles": 2})
 
 
-@pytest.mark.parametrize(
-    "options", [{"check_guards": True}, {"cache_dir": "off"}, {"dump_dir": "dump"}], ids=str
-)
-def test_where_traces_are_of_no_use_none_is_stored(tmp_path: Path, options: Any) -> None:
-    folder = shop(tmp_path / "shop")
-    for found in in_process(folder, folder / "cache", *[{"options": options, "sizes": FEW}] * 2):
-        was(found, TRACED)
-    assert entries(folder / "cache") == ()
+USELESS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    **{
+        str(options): ({"options": options, "sizes": FEW},) * 2
+        for options in ({"check_guards": True}, {"cache_dir": "off"}, {"dump_dir": "dump"})
+    },
+    "hash": ({"model": "Hashed"}, {"model": "Hashed"}),
+    "constant result": (
+        {"model": "Constant"},
+        {"model": "Constant", "attributes": {"shop.helpers.SCALE": 4.0}},
+    ),
+    "environment": (
+        {"model": "ByVariable"},
+        {"model": "ByVariable", "environment": {"SHOP": "double"}},
+    ),
+}
+"""A variant and another one, for neither of which a trace is stored."""
+ABSENT = {
+    model: ({"model": model}, {"model": model, "arguments": {"is_there": True}})
+    for model in ("Missing", "Lacking")
+}
+"""A variant for which a trace is stored, and another one that it does not serve."""
 
 
-@pytest.mark.parametrize(
-    ("variant", "other"),
-    [
-        ({"model": "ByVariable"}, {"model": "ByVariable", "environment": {"SHOP": "double"}}),
-        ({"model": "Constant"}, {"model": "Constant", "attributes": {"shop.helpers.SCALE": 4.0}}),
-        ({"model": "Hashed"}, {"model": "Hashed"}),
-    ],
-    ids=["environment", "constant result", "hash"],
-)
-def test_a_trace_that_cannot_be_compared_is_not_stored(
-    tmp_path: Path, variant: dict[str, Any], other: dict[str, Any]
+def test_a_trace_that_cannot_be_compared_is_not_stored_and_what_was_not_there_is_missed(
+    tmp_path: Path,
 ) -> None:
-    folder = shop(tmp_path / "shop")
-    for settings in (variant, other):
-        (found,) = in_process(folder, folder / "cache", settings)
-        was(found, TRACED)
-    assert entries(folder / "cache") == ()
-
-
-@pytest.mark.parametrize("model", ["Missing", "Lacking"])
-def test_what_was_not_there_is_missed(tmp_path: Path, model: str) -> None:
-    folder, variant = shop(tmp_path / "shop"), {"model": model}
-    there = {"model": model, "arguments": {"is_there": True}}
-    was(in_process(folder, folder / "cache", variant)[0], TRACED)
-    first, second = in_process(folder, folder / "cache", variant, there)
-    was(first, LOADED)
-    was(second, TRACED)
+    cases = USELESS | ABSENT
+    folders = {name: shop(tmp_path / str(index)) for index, name in enumerate(cases)}
+    firsts = [(folders[name], first) for name, (first, _) in cases.items()]
+    for name, found in zip(cases, in_processes(*firsts, home=tmp_path / "first"), strict=True):
+        was(found, TRACED, name)
+    again = [(folders[name], *ABSENT[name]) for name in ABSENT]
+    others = [(folders[name], other) for name, (_, other) in USELESS.items()]
+    counted = in_processes(*again, *others, home=tmp_path / "second")
+    for name in ABSENT:
+        was(counted.pop(0), LOADED, name)
+        was(counted.pop(0), TRACED, name)
+    for name, found in zip(USELESS, counted, strict=True):
+        was(found, TRACED, name)
+        assert entries(folders[name] / "cache") == (), name
 
 
 def test_no_weight_is_in_what_is_stored(cold: Path) -> None:

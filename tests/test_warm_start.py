@@ -29,41 +29,34 @@ from tests.warm_process import MODELS
 PROJECT = Path(__file__).parents[1]
 
 
-def start(cache: Path, home: Path, sizes: str, *models: str) -> subprocess.Popen[str]:
-    """A process that compiles these.
+Process = tuple[Path, list[int], *tuple[str, ...]]
+"""The cache, sizes, and models."""
 
-    What Inductor and the C++ compiler keep is in `home`; processes that share one save time.
+
+def in_processes(home: Path, *processes: list[Process]) -> list[dict[str, Any]]:
+    """What processes count that compile these, in lists of those that run at the same time.
+
+    What Inductor and the C++ compiler keep is beside `home`, to save time.
     """
-    home.mkdir(exist_ok=True)
+    home.mkdir()
     environment = os.environ | {
         "HOME": str(home),
         "PYTHONPATH": str(PROJECT),
-        "TORCHINDUCTOR_CACHE_DIR": str(home / "inductor"),
+        "TORCHINDUCTOR_CACHE_DIR": str(home.parent / "inductor"),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "tests.warm_process", str(cache), sizes, *models]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=home, env=environment, **pipes)
-
-
-def counted(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """What it counts, once it has ended."""
-    printed, errors = process.communicate(timeout=600)
-    assert process.returncode == 0, errors
-    return json.loads(printed.splitlines()[-1])
-
-
-def in_process(cache: Path, home: Path, sizes: str, *models: str) -> dict[str, Any]:
-    """What a process counts that compiles these."""
-    return counted(start(cache, home, sizes, *models))
+    texts = [json.dumps(each, default=str) for each in processes]
+    command = [sys.executable, "-m", "tests.warm_process", *texts]
+    done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def test_processes_compile_each_piece_once_and_a_later_one_nothing(tmp_path: Path) -> None:
     """At a time on an empty directory; then from a copy, in other order, at other sizes."""
     cache, names = tmp_path / "cache", ("decoder", "layered")
-    sizes = ("5,2,33", "7,3", "300,4")
-    started = [start(cache, tmp_path / "cold", s, *names) for s in sizes]
-    cold = [counted(process) for process in started]
+    started: list[Process] = [(cache, sizes, *names) for sizes in ([5, 2, 33], [7, 3], [300, 4])]
+    cold = in_processes(tmp_path / "cold", started)
     assert sum(found["compiled"] for found in cold) == 5
     assert sum(found["loaded"] for found in cold) == 10
     assert all(found["is_right"] for found in cold)
@@ -71,21 +64,24 @@ def test_processes_compile_each_piece_once_and_a_later_one_nothing(tmp_path: Pat
     shutil.rmtree(cache)
     # Other names of layers come first, so that the tables that hoisted inputs index into differ.
     others = ("layered with other constants", "layered", "decoder")
-    warm = in_process(tmp_path / "elsewhere", tmp_path / "warm", "11,2,64", *others)
+    (warm,) = in_processes(tmp_path / "warm", [(tmp_path / "elsewhere", [11, 2, 64], *others)])
     assert warm == {"compiled": 0, "loaded": 7, "is_right": True}
 
 
 def test_models_that_differ_in_little_do_not_serve_each_other(tmp_path: Path) -> None:
     """And sizes that a stored version excludes get another one, beside it."""
-    cache, home = tmp_path / "cache", tmp_path / "home"
-    first = in_process(cache, home, "5", "a constant", "linear", "graded")
-    assert first == {"compiled": 3, "loaded": 0, "is_right": True}
-    others = ("another constant", "without bias", "wider")
-    names = (*others, "graded", "linear", "a constant")
-    second = in_process(cache, home, "40,50", *names)
-    assert second == {"compiled": 4, "loaded": 2, "is_right": True}
-    third = in_process(cache, home, "7,60", "graded", *others)
-    assert third == {"compiled": 0, "loaded": 5, "is_right": True}
+    cache, others = tmp_path / "cache", ("another constant", "without bias", "wider")
+    counted = in_processes(
+        tmp_path / "home",
+        [(cache, [5], "a constant", "linear", "graded")],
+        [(cache, [40, 50], *others, "graded", "linear", "a constant")],
+        [(cache, [7, 60], "graded", *others)],
+    )
+    assert counted == [
+        {"compiled": 3, "loaded": 0, "is_right": True},
+        {"compiled": 4, "loaded": 2, "is_right": True},
+        {"compiled": 0, "loaded": 5, "is_right": True},
+    ]
     versions = [e.record() for e in entries(cache) if "graded" in str(e.record())]
     assert {record.key["sizes"][0]: record.about["conditions"] for record in versions} == {
         5: ["L['t0'] <= 16"], 40: ["17 <= L['t0']"],

@@ -1,11 +1,12 @@
-"""A process that starts variants of a model with a cache: `python -m tests.trace_process`.
+"""Processes that start variants of a model with a cache: `python -m tests.trace_process`.
 
-Arguments: the cache directory, then a JSON object of settings for each variant. The model is that
-of a package `shop` on the path. Prints for each variant what was counted, and whether results are
-right.
+Arguments: for each process, in their order, a JSON list of a folder and settings for the variants
+it starts one after the other. The model is that of the package `shop` in the folder, and its traces
+are in the `cache` there. Prints for each variant what was counted, and whether results are right.
 """
 
 import contextlib
+import importlib
 import json
 import os
 import sys
@@ -16,15 +17,15 @@ import torch
 from torch._dynamo import convert_frame
 
 import piecewise_backend as pw
+from tests.forked import at_a_time, warm_torch
 from tests.helpers import SPLIT_OPS, declare, rows
 
 SIZES = (5, 4, 8, 3, 3, 3, 16, 2, 33, 1, 7, 7, 7)
 
 
-def run(cache: str, settings: dict[str, Any]) -> dict[str, Any]:
+def run(folder: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Compile a variant of the model, and call it at several sizes."""
-    import shop.model  # noqa: PLC0415  # written by the test
-
+    shop = sys.modules["shop"]
     torch._dynamo.reset()
     torch.manual_seed(0)
     for name, value in settings.get("environment", {}).items():
@@ -43,7 +44,7 @@ def run(cache: str, settings: dict[str, Any]) -> dict[str, Any]:
         "graph_impl": "emulated",
         "splitting_ops": list(SPLIT_OPS),
         "cudagraph_capture_sizes": [4, 8, 16],
-        "cache_dir": cache,
+        "cache_dir": f"{folder}/cache",
     }
     before, num_frames = pw.compilation_counter.counts(), convert_frame.FRAME_COUNTER
     compiled = pw.compile(model, **options | settings.get("options", {}))
@@ -67,11 +68,19 @@ def run(cache: str, settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def start(folder: str, *variants: dict[str, Any]) -> None:
     """Run the variants one after the other."""
-    cache, *variants = sys.argv[1:]
+    sys.path.insert(0, folder)
+    importlib.import_module("shop.model")
     for variant in variants:
-        print(json.dumps(run(cache, json.loads(variant))), flush=True)
+        print(json.dumps(run(folder, variant)), flush=True)
+
+
+def main() -> None:
+    """Run the processes one after the other."""
+    warm_torch()
+    for text in sys.argv[1:]:
+        at_a_time(start, json.loads(text))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""A process that compiles a model with a cache: `python -m tests.warm_process`.
+"""Processes that compile models with a cache: `python -m tests.warm_process`.
 
-Arguments: the cache directory, sizes with commas between them, and which models. Prints counters,
-and whether results are right.
+Arguments: JSON lists of processes that run at the same time, one list after the other. A process is
+a list too: the cache directory, sizes, and names of models. Each prints counters, and whether
+results are right.
 """
 
 import json
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 import piecewise_backend as pw
+from tests.forked import at_a_time, warm_torch
 from tests.helpers import Decoder, compile, mark_dynamic, rows
 
 OPS = torch.ops.pwtest
@@ -59,9 +61,8 @@ MODELS = {
 }
 
 
-def main() -> None:
+def start(cache: str, sizes: list[int], *names: str) -> None:
     """Compile the models one after the other, and call them at several sizes."""
-    cache, sizes, *names = sys.argv[1:]
     is_right = True
     for name in names:
         torch._dynamo.reset()
@@ -69,13 +70,20 @@ def main() -> None:
         model = MODELS[name]()
         compiled = compile(model, compiler="inductor", cache_dir=cache)
         with torch.no_grad():
-            for size in map(int, sizes.split(",")):
+            for size in sizes:
                 x = rows(size)
                 result = compiled(*mark_dynamic((x,)))
                 is_right &= torch.allclose(result, model(x), rtol=1e-5, atol=1e-6)
     counts = pw.compilation_counter
     found = {"compiled": counts.num_inductor_compiles, "loaded": counts.num_artifacts_loaded}
-    print(json.dumps(found | {"is_right": is_right}))
+    print(json.dumps(found | {"is_right": is_right}), flush=True)
+
+
+def main() -> None:
+    """Run the lists of processes."""
+    warm_torch()
+    for text in sys.argv[1:]:
+        at_a_time(start, *json.loads(text))
 
 
 if __name__ == "__main__":
