@@ -27,7 +27,7 @@ from piecewise_backend.cache_key import Uncacheable, piece_key
 from piecewise_backend.canonical import DistinctPiece
 from piecewise_backend.counters import CompilationCounter
 from piecewise_backend.fakes import fake_inputs
-from piecewise_backend.passes import PassList, Write
+from piecewise_backend.passes import Pass, PassList, Write, extended
 from piecewise_backend.post_grad import PostGrad
 from piecewise_backend.steps import Host
 from piecewise_backend.version import Numbers, Version, loaded, num_sizes, serves, stored
@@ -54,6 +54,8 @@ class Specialization:
     """Inductor options, beside those of the model."""
     limits: Mapping[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
     """The smallest and largest value of integer inputs, by position; equal for constants."""
+    passes: tuple[Pass, ...] = ()
+    """Piece passes, beside those of the model."""
 
 
 AS_TRACED = Specialization("as traced")
@@ -125,7 +127,8 @@ class InductorCompiler:
     ) -> Version:
         """Compile with `numbers` as example sizes, or load what was. See `version`."""
         special = special or AS_TRACED
-        with_passes = PostGrad(self._passes, f"piece {piece.index}", self._writer)
+        passes = self._passes.with_passes(extended(self._passes.passes, special.passes))
+        with_passes = PostGrad(passes, f"piece {piece.index}", self._writer)
         patches = {**self._patches, **special.options, **with_passes.patches()}
 
         def compile_now() -> Version:
@@ -171,6 +174,7 @@ class InductorCompiler:
             one.name: {
                 "options": {name: str(value) for name, value in one.options.items()},
                 "limits": {str(i): list(between) for i, between in one.limits.items()},
+                "passes": PassList(one.passes).key() if one.passes else None,
             }
             for one in tried
         }

@@ -29,6 +29,8 @@ from piecewise_backend.config import Config
 from piecewise_backend.facts import PieceFacts
 from piecewise_backend.graphs import CapturedGraph, GraphPool
 from piecewise_backend.nearness import is_near
+from piecewise_backend.passes import one_row_passes
+from piecewise_backend.passes.ops import one_row
 from piecewise_backend.replay_timing import replay_seconds
 from piecewise_backend.sizes import Sizes
 from piecewise_backend.steps import Host
@@ -46,6 +48,9 @@ EFFORTS: Mapping[str, Mapping[str, object]] = {
     "max-autotune": {"max_autotune": True, "coordinate_descent_tuning": True},
 }
 """Inductor options of the versions that are tried."""
+
+# Where products of one row are tuned by coordinate descent they are none when passes run.
+_ONE_ROW = {"coordinate_descent_tuning": False}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,6 +140,8 @@ class Tuner:
         if num_tokens in self._config.compile_sizes:
             exact = {position: (size, size) for position, size in enumerate(sizes)}
             found += [Specialization(name, how, exact) for name, how in EFFORTS.items()]
+            if num_tokens == 1 and one_row.runs_on(self._graph.device):
+                found.append(Specialization("one row", _ONE_ROW, exact, one_row_passes()))
         if (between := self._range_of(num_tokens)) is not None:
             limits = dict.fromkeys(self._token_positions(versions), between)
             name = f"coordinate descent, {between[0]} to {between[1]} tokens"
