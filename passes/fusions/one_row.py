@@ -26,7 +26,7 @@ from torch import Tensor, fx
 
 from piecewise_backend import _torch
 from piecewise_backend.passes.fusions.fusing import Occurrence
-from piecewise_backend.passes.fusions.parts import Reader, behind_views, sizes, tensor
+from piecewise_backend.passes.fusions.parts import VIEWS, Reader, behind_views, sizes, tensor
 from piecewise_backend.passes.ops.one_row import DTYPES, MAX_COLUMNS
 
 aten = torch.ops.aten
@@ -37,6 +37,7 @@ class _Product:
     """A linear layer of one row."""
 
     x: fx.Node
+    """The row, in whatever shape."""
     weight: fx.Node
     addend: fx.Node | None
     inside: frozenset[fx.Node]
@@ -96,17 +97,25 @@ def _with_norm(
     reader: Reader, node: fx.Node, product: _Product, others: tuple[Any, ...]
 ) -> Iterator[Occurrence]:
     """The op with the norm in front of the product, if there is one; then without."""
-    x, views = behind_views(product.x)
+    x, ours = product.x, product.inside | {node}
+    others_products = [_product(user) for user in _readers(x) if user not in ours]
     # See Note [A norm with several readers]
-    readers = [user for between in {x, *views} for user in between.users if user not in views]
-    if all(user in product.inside | {node} or _product(user) is not None for user in readers):
-        is_last = all(user in product.inside | {node} for user in readers)
+    if all(other is not None and other.x is x for other in others_products):
         for norm in reader.normed(x):
             if norm.residual is None and _is_norm(norm.x, norm.weight, x):
-                gone = norm.inside | views | {x} if is_last else frozenset()
-                arguments = (norm.x, product.weight, *others[1:], norm.weight, norm.eps)
+                gone = frozenset() if others_products else norm.inside | {x}
+                arguments = (norm.x, *others, norm.weight, norm.eps)
                 yield Occurrence(arguments, ((node,),), product.inside | gone)
-    yield Occurrence((product.x, *others), ((node,),), product.inside)
+    yield Occurrence((x, *others), ((node,),), product.inside)
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Who reads it, or a view of it."""
+    for user in node.users:
+        if user.target in VIEWS:
+            yield from _readers(user)
+        else:
+            yield user
 
 
 def _product(node: fx.Node) -> _Product | None:
@@ -129,8 +138,12 @@ def _product(node: fx.Node) -> _Product | None:
         return None
     if addend is not None and not (isinstance(addend, fx.Node) and _is_addend(addend, node)):
         return None
-    inside = frozenset({turned}) if len(turned.users) == 1 else frozenset()
-    return _Product(x, weight, addend, inside)
+    inside = {turned} if len(turned.users) == 1 else set()
+    given, views = behind_views(x)
+    # Heads that lie side by side are a row as well, but not by their shape.
+    if sizes(given)[-1:] == sizes(x)[-1:]:
+        return _Product(given, weight, addend, frozenset(inside | views))
+    return _Product(x, weight, addend, frozenset(inside))
 
 
 def _is_turned(node: fx.Node) -> bool:
