@@ -49,8 +49,12 @@ EFFORTS: Mapping[str, Mapping[str, object]] = {
 }
 """Inductor options of the versions that are tried."""
 
-# Where products of one row are tuned by coordinate descent they are none when passes run.
-_ONE_ROW = {"coordinate_descent_tuning": False}
+_ONE_ROW: Mapping[str, object] = {
+    # Products of one row that are tuned like this are none any more when passes run.
+    "coordinate_descent_tuning": False,
+    # See Note [Early launch] in `passes.ops.kernels.one_row`.
+    "triton.enable_pdl": False,
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ def one_row(num_columns: int, *, is_gated: bool, has_norm: bool) -> Launch:
 
     A program that norms the row first has four rows of the weight to share that, one that computes
     gate and up has one of each, and any other has so many that 256 threads have 32 bytes each to
-    wait for. (benchmarks/one_row.py, H200; no other tile was faster by more than 2 %.)
+    wait for. (benchmarks/one_row.py, H200: no other tile was faster by more than 4 %.)
     """
     columns = power_of_two(num_columns)
     if is_gated:

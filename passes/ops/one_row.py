@@ -15,8 +15,8 @@ Knows nothing of graphs or patterns.
 ``reference``; products and the addend are summed in float32.
 
 A product of one row is bound by reading the weight, which no matrix kernel is made for: on an H200
-the vendor's library takes 6.1 us for 2048 x 2048 where this takes 3.4, and 57.9 us against 54.3
-with a norm and an activation less for 28672 x 4096.
+the vendor's library takes 6.0 us for 2048 x 2048 where this takes 3.4, and 57.0 us for 28672 x 4096
+where this takes 53.8 with a norm and an activation (benchmarks/one_row.py).
 
 Dtypes: float16 or bfloat16, all the same. Errors: ``ValueError`` for another dtype, more or fewer
 rows than one, a weight, addend or norm that does not fit, ``K`` over 32768.

@@ -9,12 +9,17 @@ from the L2 cache instead of one more kernel. It reads its rows of the weight on
 they are not worth a place in a cache.
 
 Note [Early launch]
-Between two kernels of a graph the device is idle for a microsecond and more: the second starts when
-the last program of the first is done. From compute capability 9.0 on, a kernel may be launched as
-soon as all programs of the one in front have started (or said so), to be resident when that ends;
-in a chain of such kernels 1.5 us of 8.9 are saved. It then has to wait for what the other writes,
-and whoever comes behind for both. So *every* access to memory comes behind the wait. To read
-weights in front of it, as they hardly change, is 1 % faster and would be wrong for those that do.
+Between two kernels of a graph the device is idle for a microsecond: the second starts when the last
+program of the first is done. From compute capability 9.0 on, a kernel may be launched as soon as
+all programs of the one in front have said so, to be resident when that ends: 0.2 to 1.3 us less for
+each of a chain (`late_us` in benchmarks/results/one_row.json, H200). It then has to wait for what
+the other writes. As that waits for the one in front of it, and so on, whoever has waited has
+waited for all. So *every* access to memory comes behind the wait, and every program waits. To read
+weights in front of it, as they hardly change, was 1 to 2 % faster, and wrong for those that do.
+
+A kernel of somebody else's that starts early as well must not read in front of its wait what any
+kernel but the one in front has written: that may be running still. Inductor's kernels with
+`triton.enable_pdl` do, so that versions with these ops are compiled without.
 """
 
 import functools
