@@ -8,6 +8,8 @@ Knows nothing of the pipeline that the graphs come from.
 
 from piecewise_backend.passes.definition import Pass, Rewrite, Transform, as_pass
 from piecewise_backend.passes.order import (
+    extended,
+    one_row_passes,
     passes_for,
     register_pass,
     register_spelling,
@@ -23,7 +25,9 @@ __all__ = [
     "Transform",
     "Write",
     "as_pass",
+    "extended",
     "merged",
+    "one_row_passes",
     "passes_for",
     "register_pass",
     "register_spelling",

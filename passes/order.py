@@ -16,7 +16,7 @@ from typing import Any
 from piecewise_backend.errors import ConfigError
 from piecewise_backend.passes.definition import Pass, Rewrite, Transform, as_pass
 from piecewise_backend.passes.functionalization import read_before_write
-from piecewise_backend.passes.fusions import FUSIONS, Fusion, check_spelling
+from piecewise_backend.passes.fusions import FUSIONS, ONE_ROW, Fusion, check_spelling
 from piecewise_backend.passes.keys import key_of
 from piecewise_backend.passes.noops import eliminate_noops
 
@@ -163,6 +163,23 @@ def _runs_by_default(item: Pass, on_cuda: bool) -> bool:
     return item.enabled and (on_cuda or not is_fusion)
 
 
+def one_row_passes() -> tuple[Pass, ...]:
+    """What a version for one token may run as well: is it faster? That is measured, by `tuning`."""
+    functions = (item.function for item in _ordered if isinstance(item, Transform))
+    spellings = next(f.spellings for f in functions if isinstance(f, Fusion))
+    return tuple(
+        Transform(name=name, function=dataclasses.replace(fusion, spellings=spellings))
+        for name, fusion in ONE_ROW.items()
+    )
+
+
+def extended(passes: Sequence[Pass], more: Sequence[Pass]) -> tuple[Pass, ...]:
+    """The passes of a model and more, those where `register_pass` would put them."""
+    names = [item.name for item in passes]
+    position = names.index(_LAST) if _LAST in names else len(names)
+    return (*passes[:position], *more, *passes[position:])
+
+
 def warn_if_fusing_without_noops(passes: Sequence[Pass], switches: Mapping[str, bool]) -> None:
     """A no-op in the middle of a pattern hides it; of fusions, those that were asked for count."""
     fusing = [p.name for p in passes if _looks_for_patterns(p, switches)]
@@ -183,7 +200,7 @@ def _looks_for_patterns(item: Pass, switches: Mapping[str, bool]) -> bool:
 
 def _with(ordered: Sequence[Pass], made: Pass, before: str | None, after: str | None) -> list[Pass]:
     """The list with one more pass, or with another under a name that is there."""
-    if made.name in {item.name for item in BUILT_IN}:
+    if made.name in ONE_ROW or made.name in {item.name for item in BUILT_IN}:
         raise ConfigError(f"pass {made.name!r} is one of this package's; pass another name=")
     if before is not None and after is not None:
         raise ConfigError(f"pass {made.name!r} has before= and after=; give one of them")

@@ -52,6 +52,10 @@ class PassList:
         self._validate = validate
         self._matchers: dict[str, Function] = {}
 
+    def with_passes(self, passes: Sequence[Pass]) -> PassList:
+        """Others, run in the same way."""
+        return PassList(passes, validate=self._validate)
+
     def key(self) -> str:
         """A hash of everything that what the passes do depends on.
 

@@ -14,6 +14,8 @@ from typing import Any
 from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.compiler import Specialization, Wanted
 from piecewise_backend.config import Config
+from piecewise_backend.passes import one_row_passes
+from piecewise_backend.passes.ops import one_row
 from piecewise_backend.sizes import Sizes
 from piecewise_backend.steps import Host
 from piecewise_backend.version import Numbers
@@ -25,6 +27,13 @@ EFFORTS: Mapping[str, Mapping[str, object]] = {
     "max-autotune": {"max_autotune": True, "coordinate_descent_tuning": True},
 }
 """Inductor options of the versions that are tried."""
+
+_ONE_ROW: Mapping[str, object] = {
+    # Products of one row that are tuned like this are none any more when passes run.
+    "coordinate_descent_tuning": False,
+    # See Note [Early launch] in `passes.ops.kernels.one_row`.
+    "triton.enable_pdl": False,
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,6 +116,8 @@ def _specializations(
         sizes = numbers[: versions.num_sizes]
         exact = {position: (size, size) for position, size in enumerate(sizes)}
         found += [Specialization(name, how, exact) for name, how in EFFORTS.items()]
+        if num_tokens == 1 and one_row.runs_on(graph.device):
+            found.append(Specialization("one row", _ONE_ROW, exact, one_row_passes()))
     if (between := _range_of(config, num_tokens)) is not None:
         limits = dict.fromkeys(_token_positions(graph, versions), between)
         name = f"coordinate descent, {between[0]} to {between[1]} tokens"

@@ -21,6 +21,7 @@ from typing import Protocol, TypeVar
 from piecewise_backend.artifact_store import Fetched
 from piecewise_backend.cache_entry import Content, Key
 from piecewise_backend.canonical import DistinctPiece
+from piecewise_backend.passes import Pass
 from piecewise_backend.version import Numbers, Version
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,8 @@ class Specialization:
     """Inductor options, beside those of the model."""
     limits: Mapping[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
     """The smallest and largest value of integer inputs, by position; equal for constants."""
+    passes: tuple[Pass, ...] = ()
+    """Piece passes, beside those of the model."""
 
 
 AS_TRACED = Specialization("as traced")

@@ -30,7 +30,7 @@ from piecewise_backend.compiler import AS_TRACED, CompilesAhead, Specialization,
 from piecewise_backend.counters import CompilationCounter
 from piecewise_backend.fakes import piece_inputs
 from piecewise_backend.kernel_choices import NotesChoices, restore_choices, store_choices
-from piecewise_backend.passes import PassList, Write
+from piecewise_backend.passes import PassList, Write, extended
 from piecewise_backend.post_grad import PostGrad
 from piecewise_backend.steps import Host
 from piecewise_backend.version import Numbers, Version, loaded, num_sizes, serves, stored
@@ -155,7 +155,8 @@ class InductorCompiler:
 
     def _job(self, wanted: Wanted) -> _Job:
         special = wanted.special or AS_TRACED
-        passes = PostGrad(self._passes, f"piece {wanted.piece.index}", self._writer)
+        listed = self._passes.with_passes(extended(self._passes.passes, special.passes))
+        passes = PostGrad(listed, f"piece {wanted.piece.index}", self._writer)
         patches = {**self._patches, **special.options}
         key: Key | Uncacheable = {}
         if (self._store is not None or self._ahead is not None) and not passes.has_dumps:
@@ -248,6 +249,7 @@ class InductorCompiler:
             one.name: {
                 "options": {name: str(value) for name, value in one.options.items()},
                 "limits": {str(i): list(between) for i, between in one.limits.items()},
+                "passes": PassList(one.passes).key() if one.passes else None,
             }
             for one in tried
         }

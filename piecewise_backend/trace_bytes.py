@@ -1,11 +1,11 @@
-"""A stored trace as bytes, and back.
+"""A trace, or a job for another process, as bytes, and back.
 
 In:  values made of names and numbers; bytes.
 Out: bytes, or why there are none; the values.
 Knows nothing of what they mean.
 
 Python's pickle finds functions and classes by name, and refuses those that it would not find.
-Operators and modules are found by theirs. Tensors and modules of a model are refused.
+Operators and modules are found by theirs, spellings of parts of fusions by their place. Tensors and modules of a model are refused.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import importlib
 import io
 import marshal
 import pickle
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
+from piecewise_backend.passes.fusions.spellings import BUILT_IN, PLACES
 from piecewise_backend.passes.keys import NoContentError
 
 
@@ -36,6 +37,8 @@ class _Pickler(pickle.Pickler):
             raise NoContentError(f"{obj}, a higher-order operator")
         if isinstance(obj, ModuleType):
             return "module", obj.__name__
+        if isinstance(obj, FunctionType) and obj in PLACES:
+            return "spelling", *PLACES[obj]
         return ("code", marshal.dumps(obj)) if isinstance(obj, CodeType) else None
 
 
@@ -48,6 +51,8 @@ class _Unpickler(pickle.Unpickler):
                 return _packet(name)
             case ("module", name):
                 return importlib.import_module(name)
+            case ("spelling", part, index):
+                return BUILT_IN[part][index]
             case ("code", data):
                 return marshal.loads(data)
         raise pickle.UnpicklingError(f"{pid!r} stands for nothing")

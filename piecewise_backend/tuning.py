@@ -56,7 +56,7 @@ class Tuning:
     failures: Mapping[str, str]
     """Versions that could not be compiled or recorded, or are wrong, and why."""
     is_remembered: bool = False
-    """An earlier process decided (`cache_dir`), and nothing was measured now."""
+    """Another process decided (`cache_dir`, `tuning`), and nothing was measured now."""
 
     def as_json(self) -> bytes:
         """What another process may know of it."""
@@ -64,7 +64,7 @@ class Tuning:
 
     def __str__(self) -> str:
         times = ", ".join(f"{name} {time:.1f} us" for name, time in self.microseconds.items())
-        how = ", measured by an earlier process" if self.is_remembered else ""
+        how = ", measured by another process" if self.is_remembered else ""
         failed = "".join(f"; {name}: {why}" for name, why in self.failures.items())
         return f"piece {self.piece} at {list(self.sizes)}: {self.kept} ({times}{how}){failed}"
 

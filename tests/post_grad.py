@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor, fx
 from torch._inductor.compile_fx import compile_fx
 
 from piecewise_backend import _torch
-from piecewise_backend.passes import PassList, passes_for
-from piecewise_backend.passes.fusions import FUSIONS
+from piecewise_backend.passes import Pass, PassList, extended, passes_for
+from piecewise_backend.passes.fusions import FUSIONS, ONE_ROW
 
 
 class SeenError(Exception):
@@ -51,6 +51,7 @@ def rewritten(
     *,
     only: str | None = None,
     num_dynamic: int = 1,
+    more: Sequence[Pass] = (),
 ) -> Rewritten:
     """Fuse in what Inductor makes of `function`.
 
@@ -59,15 +60,18 @@ def rewritten(
         args: of these, tensors of at least two dimensions have the token count as their first.
         only: the one fusion to run; all if not given.
         num_dynamic: 0: token counts are not symbolic.
+        more: passes beside the fusions.
     """
     names = [f"fuse_{only}"] if only else list(FUSIONS)
-    passes = PassList(passes_for((), dict.fromkeys(names, True)), validate=True)
+    chosen = extended(passes_for((), dict.fromkeys(names, True)), more)
+    passes = PassList(chosen, validate=True)
     seen: list[Rewritten] = []
     inputs: list[Any] = []
+    known = {*FUSIONS, *ONE_ROW}
 
     def look(graph: fx.Graph) -> None:
         records = passes.run(graph, "a test")
-        found = {r.name.removeprefix("fuse_"): r.matches for r in records if r.name in FUSIONS}
+        found = {r.name.removeprefix("fuse_"): r.matches for r in records if r.name in known}
         module = fx.GraphModule(graph.owning_module, graph)  # type: ignore[arg-type]
         seen.append(Rewritten(module, inputs, {name: n for name, n in found.items() if n}))
         raise SeenError

@@ -16,13 +16,24 @@ import torch
 from torch import Tensor
 
 from piecewise_backend.passes.ops import reference
-from tests.fused_ops import CASES, NAMES, Case, plain_norm, plain_qk, plain_silu_mul, qk_arguments
+from tests.fused_ops import (
+    CASES,
+    EPS,
+    NAMES,
+    Case,
+    plain_norm,
+    plain_qk,
+    plain_silu_mul,
+    qk_arguments,
+)
 
 if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
     pytest.skip("needs triton and TRITON_INTERPRET=1", allow_module_level=True)
 
+from piecewise_backend.passes.ops import one_row as one_row_ops
 from piecewise_backend.passes.ops import rms_norm, silu_mul
 from piecewise_backend.passes.ops.kernels import tiles
+from piecewise_backend.passes.ops.kernels.one_row import one_row
 from piecewise_backend.passes.ops.kernels.qk_norm_rope import qk_norm_rope
 from piecewise_backend.passes.ops.launch import Launch
 
@@ -166,3 +177,35 @@ def test_qk_norm_rope(dtype: torch.dtype, angle_dtype: torch.dtype | None) -> No
             tolerance = TOLERANCE[dtype]
             torch.testing.assert_close(got, expected, rtol=tolerance, atol=10 * tolerance)
             assert got.is_contiguous()
+
+
+ONE_ROW_SHAPES = [(48, 96), (33, 384), (7, 2048), (5, 5), (1, 8), (260, 1000), (3, 20000)]
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("shape", ONE_ROW_SHAPES, ids=str)
+def test_one_row(shape: tuple[int, int], has_norm: bool, is_gated: bool) -> None:
+    """Rows and columns that fill no tile, one row, wide rows; each kind of tile."""
+    num_rows, num_columns = shape
+    dtype = torch.float16
+    x, norm_weight = torch.randn(1, 1, num_columns).to(dtype), torch.randn(num_columns).to(dtype)
+    weight, up = (torch.randn(2, *shape) * num_columns**-0.5).to(dtype)
+    addend = None if is_gated else torch.randn(1, num_rows).to(dtype)
+    norm = (norm_weight if has_norm else None, EPS)
+    got = one_row(x, weight, up if is_gated else None, addend, *norm)
+    expected = one_row_ops._on_cpu(x, weight, up if is_gated else None, addend, *norm)
+    assert got.shape == (1, 1, num_rows)
+    torch.testing.assert_close(got, expected, rtol=4e-3, atol=4e-3)
+
+
+def test_one_row_of_strided_arguments() -> None:
+    def apart(given: Tensor) -> Tensor:
+        return torch.stack([given, given + 1], dim=-1)[..., 0]
+
+    x, weight, addend, norm_weight = (
+        torch.randn(*shape).half() for shape in ((1, 96), (40, 96), (40,), (96,))
+    )
+    expected = one_row(x, weight, None, addend, norm_weight, EPS)
+    got = one_row(apart(x), apart(weight), None, apart(addend), apart(norm_weight), EPS)
+    assert torch.equal(got, expected)

@@ -375,6 +375,26 @@ def test_tiles_that_were_the_fastest_of_those_measured() -> None:
     assert launch.split_rows(8192, 1, 2, 128) == launch.Launch(1, 512, 2)
 
 
+@pytest.mark.parametrize(
+    ("num_columns", "kind", "expected"),
+    [
+        (2048, {"is_gated": False, "has_norm": False}, launch.Launch(2, 2048, 8)),
+        (2048, {"is_gated": True, "has_norm": True}, launch.Launch(1, 2048, 4)),
+        (4096, {"is_gated": False, "has_norm": True}, launch.Launch(4, 4096, 8)),
+        (4096, {"is_gated": True, "has_norm": True}, launch.Launch(1, 4096, 4)),
+        (14336, {"is_gated": False, "has_norm": False}, launch.Launch(1, 16384, 8)),
+    ],
+)
+def test_tiles_of_one_row(num_columns: int, kind: dict[str, bool], expected: Any) -> None:
+    """The fastest of those measured, by `benchmarks/one_row.py`; a launch for any other."""
+    assert launch.one_row(num_columns, **kind) == expected
+    for columns in (1, 96, 1000, 8192, 28672, 32768):
+        tile = launch.one_row(columns, **kind)
+        assert tile.columns >= columns
+        assert tile.num_warps & (tile.num_warps - 1) == tile.rows & (tile.rows - 1) == 0
+        assert tile.rows * tile.columns / (32 * tile.num_warps) <= 64
+
+
 def test_constants() -> None:
     assert torch.finfo(reference.FP8_DTYPE).max == reference.FP8_MAX
     assert reference.MIN_SCALE == MIN_SCALE

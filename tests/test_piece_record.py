@@ -12,6 +12,8 @@ from torch import Tensor, fx, nn
 from piecewise_backend.cache_key import piece_key
 from piecewise_backend.canonical import DistinctPiece, identify
 from piecewise_backend.jobs import CompileJob, job_of, message_of
+from piecewise_backend.passes import PassList, one_row_passes, passes_for
+from piecewise_backend.passes.fusions import FUSIONS
 from piecewise_backend.passes.keys import NoContentError
 from piecewise_backend.piece_record import made_up_inputs, rebuild_piece, record_piece
 from piecewise_backend.splitting import split_graph
@@ -185,3 +187,20 @@ def test_functions_without_a_name_stay_here() -> None:
         torch.ops.aten.add.Tensor,
         rows,
     )
+
+
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_passes_come_back(on_cuda: bool) -> None:
+    """Those of this package, as they are and as more for one row."""
+    passes = (*passes_for(on_cuda=on_cuda), *one_row_passes())
+    again = from_bytes(to_bytes(passes))
+    assert [item.name for item in again] == [item.name for item in passes]
+    assert PassList(again).key() == PassList(passes).key()
+
+
+def test_a_spelling_without_a_name_stays_here() -> None:
+    fusion = FUSIONS["fuse_rms_norm_static_quant"]
+    mine = fusion.with_spelling("rms_norm", lambda x, weight, eps: x * weight + eps)
+    with pytest.raises(NoContentError):
+        to_bytes(mine)
+    assert from_bytes(to_bytes(fusion)).spellings == fusion.spellings

@@ -1,8 +1,8 @@
 """Fusions: norms, activations and rotations that end in an op of this package instead.
 
 `spellings` how models write the parts · `comparing` a traced spelling against a graph · `parts`
-what is read off a graph · `places` parts put together, preconditions · `fusing` the change ·
-`fusion` all of it as a function over a graph.
+what is read off a graph · `places` parts put together, preconditions · `one_row` the same for
+linear layers of one row · `fusing` the change · `fusion` all of it as a function over a graph.
 Knows nothing of which of them run: `order` does.
 """
 
@@ -13,6 +13,7 @@ import functools
 import torch
 
 import piecewise_backend.passes.ops  # noqa: F401  # defines them
+from piecewise_backend.passes.fusions import one_row
 from piecewise_backend.passes.fusions.fusion import Fusion, check_spelling
 from piecewise_backend.passes.fusions.places import norm_quant, qk_norm_rope, silu_mul_quant
 
@@ -51,4 +52,11 @@ FUSIONS: dict[str, Fusion] = {
     "fuse_qk_norm_rope": Fusion(_ops.qk_norm_rope.default, qk_norm_rope),
 }
 
-__all__ = ["FUSIONS", "Fusion", "check_spelling"]
+# What takes more together is looked for first.
+ONE_ROW: dict[str, Fusion] = {
+    "fuse_one_row_gated": Fusion(_ops.one_row_gated.default, one_row.gated),
+    "fuse_one_row_add": Fusion(_ops.one_row_linear.default, one_row.sum_with_linear),
+    "fuse_one_row_linear": Fusion(_ops.one_row_linear.default, one_row.linear),
+}
+
+__all__ = ["FUSIONS", "ONE_ROW", "Fusion", "check_spelling"]

@@ -167,11 +167,16 @@ class Reader:
             return
         for found in self._all("silu_mul", node, dtype):
             yield Halves(found.arguments["x"], found.inside)
-        for found in self._all("gated", node, dtype):
-            both = halves(found.arguments["gate"], found.arguments["up"])
+        for gate, up, inside in self.gate_and_up(node):
+            both = halves(gate, up)
             # Of halves that were cast to float32 the product is not rounded, and has more range.
             if both is not None and tensor(both.whole).dtype == dtype:
-                yield Halves(both.whole, found.inside | both.inside)
+                yield Halves(both.whole, inside | both.inside)
+
+    def gate_and_up(self, node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node, frozenset[fx.Node]]]:
+        """What `silu(gate) * up` is computed of wherever `node` is that, and what lies inside."""
+        for found in self._all("gated", node, tensor(node).dtype):
+            yield found.arguments["gate"], found.arguments["up"], found.inside
 
     def rotated(self, node: fx.Node) -> Iterator[Rotated]:
         """The rotary embeddings whose result `node` may be."""

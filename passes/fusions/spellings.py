@@ -187,3 +187,10 @@ BUILT_IN: Spellings = {
     "silu_mul": (),
     "rope": (_rope_of_wide, _rope_promoted, _rope),  # the last: rotated as stored
 }
+
+PLACES: Mapping[Spelling, tuple[str, int]] = {
+    spelling: (part, index)
+    for part, spellings in BUILT_IN.items()
+    for index, spelling in enumerate(spellings)
+}
+"""Where those are, which other processes find them by: they have no names."""

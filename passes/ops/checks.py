@@ -54,6 +54,16 @@ def weight(name: str, given: Tensor, x: Tensor, size: int) -> None:
     same_device(name, given, x)
 
 
+def matrix(name: str, given: Tensor, x: Tensor, num_columns: int) -> None:
+    """A linear layer's weight, of x's dtype."""
+    if given.dtype != x.dtype or given.dim() != 2 or given.size(1) != num_columns:
+        raise ValueError(
+            f"{name} is {given.dtype} {tuple(given.shape)} and x is {x.dtype} {tuple(x.shape)}; "
+            f"pass a matrix of x's dtype with {num_columns} columns"
+        )
+    same_device(name, given, x)
+
+
 def residual(given: Tensor, x: Tensor) -> None:
     """What is added to x."""
     if given.dtype != x.dtype or given.shape != x.shape:

@@ -8,7 +8,8 @@ Note [Rounding]
 ``x`` is float16, bfloat16 or float32. Sums, means, exponentials and the rotation are float32.
 Values are rounded to ``x.dtype`` where a model in plain torch rounds them: after the residual add,
 after the norm and again after its weight, after SiLU and again after the product. Nothing is
-rounded in between, and the cast to float8 sees the rounded value.
+rounded in between, and the cast to float8 sees the rounded value. A linear layer sums in float32,
+what is added behind it too, and rounds once.
 
 Note [Scales]
 ``value = float8 * scale``, scales are float32. To quantise is to *multiply by the reciprocal* of
@@ -45,6 +46,17 @@ def silu_mul(x: Tensor) -> Tensor:
     """``silu(gate) * up`` of ``x`` ``[.., 2 * d]``, gate first."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def linear(x: Tensor, weight: Tensor, addend: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + addend``."""
+    total = F.linear(x.float(), weight.float())
+    return (total if addend is None else total + addend.float().flatten()).to(x.dtype)
+
+
+def gated_linear(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    """``silu`` of one linear layer times another."""
+    return F.silu(linear(x, gate)) * linear(x, up)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
