@@ -5,7 +5,8 @@ Out: bytes, or why there are none; the values.
 Knows nothing of what they mean.
 
 Python's pickle finds functions and classes by name, and refuses those that it would not find.
-Operators and modules are found by theirs, spellings of parts of fusions by their place. Tensors and modules of a model are refused.
+Operators and modules are found by theirs, spellings of parts of fusions by their place. Tensors
+and modules of a model are refused.
 """
 
 from __future__ import annotations

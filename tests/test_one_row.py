@@ -15,7 +15,7 @@ from torch import Tensor
 
 import piecewise_backend as pw
 from examples.llama import Llama, LlamaConfig
-from piecewise_backend import tuning
+from piecewise_backend import candidates, tuning
 from piecewise_backend.passes import one_row_passes, register_pass
 from piecewise_backend.passes.ops import one_row
 from tests.fused_ops import EPS, plain_norm
@@ -268,7 +268,7 @@ def _everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def _faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are taken for the fastest, and few others are compiled."""
-    monkeypatch.setattr(tuning, "EFFORTS", {"static": {}})
+    monkeypatch.setattr(candidates, "EFFORTS", {"static": {}})
     monkeypatch.setattr(
         tuning,
         "replay_seconds",
@@ -282,7 +282,7 @@ def test_one_token_is_served_by_them(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for attempt in ("first", "second", "other passes"):
         torch._dynamo.reset()
         if attempt == "other passes":
-            monkeypatch.setattr(tuning, "one_row_passes", lambda: one_row_passes()[:-1])
+            monkeypatch.setattr(candidates, "one_row_passes", lambda: one_row_passes()[:-1])
         with torch.no_grad():
             compiled = warmed_up(cache_dir=tmp_path)
         found = {t.sizes: t for t in tunings(compiled)}
