@@ -98,13 +98,16 @@ class InductorCompiler:
         """What kernels of special versions chose when they ran, by piece and name."""
 
     def prepare(self, wanted: Sequence[Wanted]) -> None:
-        """Have those compiled ahead that are not stored."""
+        """Have those compiled ahead that are not stored, unless that is a matter of timing."""
         if self._ahead is not None:
-            self._ahead.start([one for one in wanted if self._is_missing(one)])
+            self._ahead.start([one for one in wanted if self._is_for_others(one)])
 
-    def _is_missing(self, wanted: Wanted) -> bool:
+    def _is_for_others(self, wanted: Wanted) -> bool:
         job = self._job(wanted)
         if not job.key:  # no other process could tell that it is this one
+            return False
+        # These are timed on the device while they are compiled, with nothing beside them.
+        if any(name.startswith("max_autotune") and on for name, on in job.patches.items()):
             return False
         return self._store is None or not self._store.find(job.key, lambda _: True, job.serves)
 

@@ -128,6 +128,15 @@ def test_what_cannot_be_sent_is_compiled_here(
     assert compiled_here == [piece.module]
 
 
+@pytest.mark.parametrize("patches", [{}, {"max_autotune": True}])
+def test_what_is_timed_while_it_compiles_is_not_compiled_ahead(patches: dict[str, object]) -> None:
+    ahead, piece = ahead_with(PassList(()), patches), first_piece(scaled)
+    compiler = InductorCompiler(patches, pw.CompilationCounter(), ahead=ahead)
+    timed = Specialization("max-autotune", EFFORTS["max-autotune"], STATIC.limits)
+    compiler.prepare([Wanted(piece, (6,), STATIC if patches else timed)])
+    assert ahead._workers is None
+
+
 def test_what_is_stored_is_not_compiled_ahead(tmp_path: Path) -> None:
     store, piece = ArtifactStore(tmp_path), first_piece(scaled)
     InductorCompiler({}, pw.CompilationCounter(), store=store).compile(piece, (6,))

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import piecewise_backend as pw
 from examples.llama import Llama, LlamaConfig
-from piecewise_backend import tuning
+from piecewise_backend import candidates
 from piecewise_backend.passes.ops.one_row import _on_cpu, runs_on
 from tests.fused_ops import EPS
 from tests.test_one_row import DTYPES, close, values, weights
@@ -154,7 +154,7 @@ def test_early_launch_changes_nothing(hidden: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_decoder_is_tuned_with_them(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The version of a layer is right, and its time is compared; no other effort is made."""
-    monkeypatch.setattr(tuning, "EFFORTS", {"static": {}})
+    monkeypatch.setattr(candidates, "EFFORTS", {"static": {}})
     config = LlamaConfig.preset("tiny", hidden_size=1024, intermediate_size=2048, head_dim=64)
     layer = Llama(config, device="cuda", dtype=dtype).layers[0]
 

@@ -30,6 +30,7 @@ def in_process(cache: Path, home: Path, fastest: str, *sizes: int) -> dict[str, 
         "PYTHONPATH": os.pathsep.join([str(PROJECT), os.environ.get("PYTHONPATH", "")]),
         "TORCHINDUCTOR_CACHE_DIR": str(home / "inductor"),
         "TRITON_CACHE_DIR": str(home / "triton"),
+        "PIECEWISE_COMPILE_WORKERS": "2",  # several tests run at once
     }
     command = [
         sys.executable,
