@@ -151,6 +151,7 @@ class Passes:
         """Run the passes that come before the split, on a copy of the graph."""
         if not self.graph.passes:
             return gm, ()
+        _torch.complete_examples(gm.graph)
         copied = fx.Graph()
         copied.output(copied.graph_copy(gm.graph, {}))
         rewritten = fx.GraphModule(gm, copied)

@@ -171,6 +171,7 @@ class InductorCompiler:
         return _Job(wanted, special, passes, patches, key)
 
     def _compile(self, job: _Job, *, anew: bool = False) -> Version:
+        _torch.complete_examples(job.piece.module.graph)
         inputs, env = _inputs(job.piece, job.wanted.numbers, job.special.limits)
         self._counters.add(num_inductor_compiles=1)
         patches = {**job.patches, **job.passes.patches(anew=anew)}

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from piecewise_backend import _torch
 from piecewise_backend.nearness import near
 from piecewise_backend.sizes import Layout, Sizes
 from piecewise_backend.version import Call
@@ -127,7 +128,7 @@ def sizes_in_arithmetic(module: fx.GraphModule, num_sizes: int) -> str | None:
     for node in module.graph.nodes:
         if node.op not in ("call_function", "call_method"):
             continue
-        is_number = not isinstance(node.meta.get("example_value"), torch.Tensor)
+        is_number = not _torch.has_tensor_example(node)
         if is_number and node.all_input_nodes and hosts.issuperset(node.all_input_nodes):
             hosts.add(node)
             continue

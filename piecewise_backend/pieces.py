@@ -32,6 +32,11 @@ def is_host(value: Any) -> bool:
     return isinstance(value, int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
+def is_host_node(node: fx.Node) -> bool:
+    """`is_host` of what a node is known to return."""
+    return is_host(_torch.example_if_made(node))  # what is made later are tensors
+
+
 def host_value(value: Any) -> Any:
     """The host value as numbers and `Host` expressions."""
     if isinstance(value, tuple | list):
@@ -77,15 +82,13 @@ class PieceBuilder:
         for node in self.nodes:
             for source in node.all_input_nodes:
                 is_outside = source not in own and source.op != "get_attr"
-                if is_outside and not is_host(_torch.example_of(source)):
+                if is_outside and not is_host_node(source):
                     found.setdefault(source)
         return list(found)
 
     def _host_symbols(self) -> list[sympy.Symbol]:
-        hosts = [
-            _torch.example_of(source) for node in self.nodes for source in node.all_input_nodes
-        ]
-        return symbols_of([value for value in hosts if is_host(value)])
+        sources = [source for node in self.nodes for source in node.all_input_nodes]
+        return symbols_of([_torch.example_of(source) for source in sources if is_host_node(source)])
 
     def _copy(self, node: fx.Node) -> fx.Node:
         if node not in self.nodes:
@@ -132,8 +135,8 @@ def read_outside(nodes: list[fx.Node]) -> list[fx.Node]:
     own = set(nodes)
     outputs = []
     for node in nodes:
-        readers = [u for u in node.users if u not in own and not is_host(_torch.example_of(u))]
-        if readers and not isinstance(_torch.example_of(node), torch.Tensor):
+        readers = [u for u in node.users if u not in own and not is_host_node(u)]
+        if readers and not _torch.has_tensor_example(node):
             raise SplitError(
                 f"{node.name} ({location_of(node)}) is not a tensor but is used on both sides of a "
                 "splitting op; unpack it before the op"

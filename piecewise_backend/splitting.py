@@ -22,6 +22,7 @@ from piecewise_backend.pieces import (
     PieceBuilder,
     host_value,
     is_host,
+    is_host_node,
     location_of,
     read_outside,
     refuse_open_regions,
@@ -99,7 +100,7 @@ class _Cutter:
                 returned = node.args[0]
                 leaves = returned if isinstance(returned, tuple | list) else (returned,)
                 outputs = tuple(self._ref(leaf) for leaf in leaves)
-            elif node.op in ("placeholder", "get_attr") or is_host(_torch.example_of(node)):
+            elif node.op in ("placeholder", "get_attr") or is_host_node(node):
                 continue
             elif op_name := self.ops.match(node):
                 self._close_piece()
@@ -121,9 +122,8 @@ class _Cutter:
             return leaf
         if leaf.op == "get_attr":
             return _attribute(self.gm, str(leaf.target))
-        example = _torch.example_of(leaf)
-        if is_host(example):
-            return host_value(example)
+        if is_host_node(leaf):
+            return host_value(_torch.example_of(leaf))
         return Value(leaf.name)
 
     def _add_split_op(self, node: fx.Node, op_name: str) -> None:
@@ -179,7 +179,7 @@ def _input_symbols(inputs: tuple[GraphInput, ...]) -> tuple[sympy.Symbol, ...]:
 
 def _refuse_data_dependence(gm: fx.GraphModule, bound: frozenset[sympy.Symbol]) -> None:
     for node in gm.graph.nodes:
-        value = _torch.example_of(node)
+        value = _torch.example_if_made(node)  # of a stored trace: sizes are those of its inputs
         if isinstance(value, torch.Tensor) or is_host(value):
             free = [s for s in symbols_of([value]) if s not in bound]
             if free:

@@ -12,8 +12,10 @@ what a model holds is bound again in each process.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import sympy
@@ -24,7 +26,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from piecewise_backend import _torch
 from piecewise_backend.passes.keys import NoContentError
 from piecewise_backend.pieces import location_of
-from piecewise_backend.steps import map_leaves
+from piecewise_backend.steps import leaves_of, map_leaves
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -216,18 +218,36 @@ class _Maker:
 
     def run(self) -> fx.GraphModule:
         graph = fx.Graph()
-        with self.env.fake_mode, torch.no_grad(), _torch.ordinary_tensors():
+        with self._making():
             for item in self.recorded.nodes:
                 args = map_leaves(item.args, self._value)
                 kwargs = map_leaves(item.kwargs, self._value)
                 node = graph.create_node(item.op, item.target, args, kwargs, item.name)
                 node.stack_trace = item.location if "File " in item.location else None
                 if item.has_example:
-                    node.meta["example_value"] = map_leaves(item.example, self._value)
+                    node.meta["example_value"] = self._example(item)
                 if item.source is not None:
                     node.meta[_torch.KNOWN_SOURCE] = item.source
                 self.nodes[item.name] = node
         return fx.GraphModule(nn.Module(), graph)
+
+    @contextlib.contextmanager
+    def _making(self) -> Iterator[None]:
+        with self.env.fake_mode, torch.no_grad(), _torch.ordinary_tensors():
+            yield
+
+    def _example(self, item: _Node) -> Any:
+        """Of tensors in the middle of the graph most are asked for by nobody."""
+        is_tensor = isinstance(item.example, Fake)
+        has_tensors = any(isinstance(leaf, Fake) for leaf in leaves_of(item.example))
+        if item.source is not None or not has_tensors:
+            return map_leaves(item.example, self._value)
+        make = functools.partial(self._made_later, item.example)
+        return _torch.ExampleLater(make, is_tensor=is_tensor)
+
+    def _made_later(self, example: Any) -> Any:
+        with self._making():
+            return map_leaves(example, self._value)
 
     def _value(self, leaf: Any) -> Any:
         if isinstance(leaf, _Ref):

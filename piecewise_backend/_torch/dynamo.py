@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -119,9 +120,43 @@ def original_of(compiled: object) -> torch.nn.Module | None:
     return compiled if isinstance(compiled, torch.nn.Module) else None
 
 
+class ExampleLater:
+    """Stands for fake tensors until somebody asks for them: to make one takes a millisecond."""
+
+    def __init__(self, make: Callable[[], object], *, is_tensor: bool) -> None:
+        """Calls `make` once, if at all; what it makes is a tensor, or has several."""
+        self._make = make
+        self.is_tensor = is_tensor
+
+    @functools.cached_property
+    def made(self) -> object:
+        """The example."""
+        return self._make()
+
+
 def example_of(node: fx.Node) -> object:
     """The fake tensor or symbolic number that Dynamo recorded for a node, or None."""
-    return node.meta.get("example_value")
+    found = node.meta.get("example_value")
+    return found.made if isinstance(found, ExampleLater) else found
+
+
+def example_if_made(node: fx.Node) -> object:
+    """The same, None for tensors that nobody has asked for."""
+    found = node.meta.get("example_value")
+    return None if isinstance(found, ExampleLater) else found
+
+
+def has_tensor_example(node: fx.Node) -> bool:
+    """What `example_of` returns is a tensor."""
+    found = node.meta.get("example_value")
+    return found.is_tensor if isinstance(found, ExampleLater) else isinstance(found, torch.Tensor)
+
+
+def complete_examples(graph: fx.Graph) -> None:
+    """Put fake tensors where they are looked for by others than this package."""
+    for node in graph.nodes:
+        if isinstance(node.meta.get("example_value"), ExampleLater):
+            node.meta["example_value"] = example_of(node)
 
 
 def source_name(node: fx.Node) -> str:
