@@ -1,7 +1,7 @@
-"""A process that does jobs for another one: `python -m piecewise_backend.worker NICENESS`.
+"""A process that does jobs for another one: `python -m piecewise_backend.worker NICENESS FD`.
 
 In:  on standard input a `Setup`, then one job after the other, each with its length in front.
-Out: for each job a line of JSON: null, or why it failed.
+Out: on a file descriptor for each job a line of JSON: null, or why it failed.
 Knows nothing of what a job is. It ends when the other process does.
 """
 
@@ -25,16 +25,16 @@ _SECONDS_BETWEEN_LOOKS = 2.0
 
 def main() -> None:
     """Serve until there is nothing to serve."""
-    os.nice(int(sys.argv[1]))
-    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # compilers print what they tried
+    niceness, descriptor = map(int, sys.argv[1:])
+    os.nice(niceness)
+    answers = os.fdopen(descriptor, "w")
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     for function, given in ((_read, (messages,)), (_watch, (os.getppid(),))):
         threading.Thread(target=function, args=given, daemon=True).start()
     setup: Setup = from_bytes(messages.get())
     with _torch.under_settings(setup.settings, setup.device):
         while True:
-            print(json.dumps(_done(messages.get(), setup)), file=replies, flush=True)
+            print(json.dumps(_done(messages.get(), setup)), file=answers, flush=True)
 
 
 def _done(message: bytes, setup: Setup) -> str | None:

@@ -18,17 +18,19 @@ import os
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import IO
 
 log = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct(">Q")
-_IDLE_SECONDS = 30.0
 # Of one thread: what ends one may end all, such as a device without memory.
-_MOST_PROCESSES = 3
-_COMMAND = [sys.executable, "-m", "piecewise_backend.worker"]
+_MOST_FAILED = 3
+_MOST_SAID = 2048  # bytes of what a process printed that are looked at
+# -P: what lies in the current directory is nobody's business, as it is not for a script.
+_COMMAND = [sys.executable, "-P", "-m", "piecewise_backend.worker"]
 
 
 def read_message(stream: IO[bytes]) -> bytes | None:
@@ -69,7 +71,7 @@ class Workers:
         self._changed = threading.Condition()
         self._waiting: collections.OrderedDict[Hashable, bytes] = collections.OrderedDict()
         self._running: set[Hashable] = set()
-        self._processes: set[subprocess.Popen[bytes]] = set()
+        self._processes: set[_Process] = set()
         self._num_threads = 0
         self._is_closed = False
 
@@ -80,8 +82,8 @@ class Workers:
                 return
             self._waiting[name] = message
             if self._num_threads < min(self._most, len(self._waiting) + len(self._running)):
-                self._num_threads += 1
                 threading.Thread(target=self._serve, daemon=True).start()
+                self._num_threads += 1
             self._changed.notify()
 
     def take(self, name: Hashable) -> None:
@@ -110,77 +112,125 @@ class Workers:
             self._changed.notify_all()
 
     def _serve(self) -> None:
-        """Have a process, and another one if that ends, until there are no jobs for a while."""
-        try:
-            for _ in range(_MOST_PROCESSES):
-                if self._has_jobs():
-                    self._serve_by(self._start())
-        except OSError as error:
-            log.warning("no process can be started to compile ahead: %s", error)
-        finally:
-            with self._changed:
-                self._num_threads -= 1
-                if self._num_threads == 0:  # what is left is left to the caller
-                    self.failures |= dict.fromkeys(self._waiting, "no process is left to do it")
-                    self._waiting.clear()
-                self._changed.notify_all()
+        """Have a process, and another one if that ends, until there are no jobs."""
+        num_failed = 0
+        while self._is_needed(num_failed):
+            try:
+                num_failed += not self._serve_by(_Process(self._niceness, self._setup))
+            except OSError as error:
+                log.warning("no process can be started to compile ahead: %s", error)
+                num_failed = _MOST_FAILED
 
-    def _has_jobs(self) -> bool:
+    def _is_needed(self, num_failed: int) -> bool:
+        """There are jobs for the thread that asks; if not, it is gone."""
         with self._changed:
-            return bool(self._waiting)
+            if self._waiting and num_failed < _MOST_FAILED:
+                return True
+            self._num_threads -= 1
+            if self._num_threads == 0:  # what is left is left to the caller
+                self.failures |= dict.fromkeys(self._waiting, "no process is left to do it")
+                self._waiting.clear()
+            self._changed.notify_all()
+            return False
 
-    def _serve_by(self, process: subprocess.Popen[bytes]) -> None:
-        messages = [self._setup]
-        while (job := self._next(process)) is not None:
-            name, message = job
-            failure = _done(process, [*messages, message])
-            messages = []
+    def _serve_by(self, process: _Process) -> bool:
+        """Give a process jobs; False if it ended in the middle of one."""
+        with self._changed:
+            self._processes.add(process)
+        name: Hashable = None
+        failure: str | None = "its answer cannot be read"
+        try:
+            while (job := self._next()) is not None:
+                name, message = job
+                failure = process.do(message)
+                self._end(name, failure)
+                if process.has_ended():
+                    return False
+            return True
+        finally:
+            self._end(name, failure)
+            process.close()
             with self._changed:
+                self._processes.discard(process)
+
+    def _end(self, name: Hashable, failure: str | None) -> None:
+        with self._changed:
+            if name in self._running:
                 self._running.discard(name)
                 if failure is not None:
                     self.failures[name] = failure
                 self._changed.notify_all()
-        process.kill()
-        process.communicate()
-        with self._changed:
-            self._processes.discard(process)
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # each is one of many
-        }
-        command = [*_COMMAND, str(self._niceness)]
-        process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+    def _next(self) -> tuple[Hashable, bytes] | None:
         with self._changed:
-            self._processes.add(process)
-        return process
-
-    def _next(self, process: subprocess.Popen[bytes]) -> tuple[Hashable, bytes] | None:
-        with self._changed:
-            is_there = self._changed.wait_for(
-                lambda: self._is_closed or self._waiting, timeout=_IDLE_SECONDS
-            )
-            if not is_there or self._is_closed or process.poll() is not None:
+            if self._is_closed or not self._waiting:
                 return None
             name, message = self._waiting.popitem()
             self._running.add(name)
             return name, message
 
 
-def _done(process: subprocess.Popen[bytes], messages: Sequence[bytes]) -> str | None:
-    """Why a job failed; None if it did not."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    line = b""
-    with contextlib.suppress(BrokenPipeError):  # it has ended
-        for message in messages:
-            _write_message(process.stdin, message)
-        line = process.stdout.readline()
-    if not line:
-        return f"its process ended with {process.wait()}"
-    failure: str | None = json.loads(line)
-    return failure
+class _Process:
+    """One process: it reads messages, and answers each job by a line on a pipe of its own."""
+
+    def __init__(self, niceness: int, setup: bytes) -> None:
+        """Starts it; `setup` goes in front of the first job.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        self._pending: list[bytes] = [setup]
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `close`
+        answers, its_end = os.pipe()
+        self._answers = os.fdopen(answers, "rb")
+        path = (entry or os.getcwd() for entry in sys.path)
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(path),
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # each is one of many
+        }
+        try:
+            self._popen = subprocess.Popen(
+                [*_COMMAND, str(niceness), str(its_end)], env=environment, pass_fds=[its_end],
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._said,
+            )  # fmt: skip
+        except OSError:
+            self._answers.close()
+            self._said.close()
+            raise
+        finally:
+            os.close(its_end)
+
+    def do(self, message: bytes) -> str | None:
+        """Why a job failed; None if it did not."""
+        assert self._popen.stdin is not None
+        line = b""
+        with contextlib.suppress(BrokenPipeError):  # it has ended
+            for part in (*self._pending, message):
+                _write_message(self._popen.stdin, part)
+            self._pending = []
+            line = self._answers.readline()
+        if not line:
+            return f"its process ended with {self._popen.wait()}: {self._last_words()}"
+        failure: str | None = json.loads(line)
+        return failure
+
+    def has_ended(self) -> bool:
+        """It cannot do another one."""
+        return self._popen.poll() is not None
+
+    def kill(self) -> None:
+        """End it in the middle of whatever it does."""
+        self._popen.kill()
+
+    def close(self) -> None:
+        """End it, and give back what belongs to it."""
+        self.kill()
+        self._popen.communicate()
+        self._answers.close()
+        self._said.close()
+
+    def _last_words(self) -> str:
+        size = self._said.seek(0, os.SEEK_END)
+        self._said.seek(max(size - _MOST_SAID, 0))
+        lines = self._said.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
