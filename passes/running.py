@@ -51,18 +51,23 @@ class PassList:
         self.passes = tuple(passes)
         self._validate = validate
         self._matchers: dict[str, Function] = {}
+        self._key: str | None = None
 
     def with_passes(self, passes: Sequence[Pass]) -> PassList:
         """Others, run in the same way."""
         return PassList(passes, validate=self._validate)
 
     def key(self) -> str:
-        """A hash of everything that what the passes do depends on.
+        """A hash of everything that what the passes do depends on, when it is first asked for.
+
+        It takes a tenth of a second, and is asked for with every version of every piece.
 
         Raises:
             ConfigError: see `key_of`.
         """
-        return digest([_own_sources(), *map(key_of, self.passes)])
+        if self._key is None:
+            self._key = digest([_own_sources(), *map(key_of, self.passes)])
+        return self._key
 
     def run(
         self, graph: fx.Graph, where: str, write: Write | None = None

@@ -14,13 +14,12 @@ from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from piecewise_backend.artifact_store import ArtifactStore, temporary_store
+from piecewise_backend.artifact_store import ArtifactStore, Serves, temporary_store
 from piecewise_backend.cache_entry import Content, Key
 from piecewise_backend.compiler import Wanted
 from piecewise_backend.jobs import CompileJob, Setup, message_of
 from piecewise_backend.passes.keys import NoContentError
 from piecewise_backend.piece_record import record_piece
-from piecewise_backend.trace_bytes import to_bytes
 from piecewise_backend.workers import Workers
 
 T = TypeVar("T")
@@ -52,23 +51,29 @@ class Ahead:
         """Begin with these, the last one first: the caller begins at the other end."""
         if self._most == 0 or not wanted:
             return
-        try:
-            workers = self._workers = self._workers or self._make_workers()
-            for one in wanted:
-                if _name(one) in self._begun:
-                    continue
-                self._begun.add(_name(one))
-                job = CompileJob(record_piece(one.piece), one.numbers, one.special)
-                workers.submit(_name(one), message_of(job))
-        except NoContentError as error:
-            log.info("not everything is compiled ahead: something depends on %s", error)
+        for one in wanted:
+            try:
+                self._start(one)
+            except NoContentError as error:
+                log.info("piece %d is not compiled ahead: it depends on %s", one.piece.index, error)
 
-    def take(self, wanted: Wanted, key: Key, load: Callable[[Content], T]) -> T | None:
+    def _start(self, one: Wanted) -> None:
+        if _name(one) in self._begun:
+            return
+        self._begun.add(_name(one))
+        message = message_of(CompileJob(record_piece(one.piece), one.numbers, one.special))
+        self._workers = self._workers or self._make_workers()
+        self._workers.submit(_name(one), message)
+
+    def take(
+        self, wanted: Wanted, key: Key, load: Callable[[Content], T], serves: Serves
+    ) -> T | None:
         """What was compiled, as soon as it is, if a process has begun; None if it is the caller's.
 
         Args:
             key: of the version.
             load: from what was compiled. What it raises is a warning, and None.
+            serves: whether what was compiled serves the version's sizes, by what is said of it.
         """
         if self._workers is None or self._store is None:
             return None
@@ -76,11 +81,11 @@ class Ahead:
         self._workers.take(name)
         if (failure := self._workers.failures.pop(name, None)) is not None:
             log.info("compiled here, as another process could not: %s", failure)
-        return self._store.find(key, load)
+        return self._store.find(key, load, serves)
 
     def _make_workers(self) -> Workers:
         self._store = temporary_store()
-        workers = Workers(to_bytes(self._make_setup(self._store.root)), self._most)
+        workers = Workers(self._make_setup(self._store.root).to_bytes(), self._most)
         weakref.finalize(self, workers.close)
         return workers
 

@@ -154,11 +154,14 @@ def adopt_tuned(compiled: Callable[..., Any], *, wait: bool = False) -> tuple[Tu
         if runtime.background is not None:
             if wait:
                 runtime.background.wait()
-            if sizes := runtime.background.take_ready(runtime.graph):
+            if sizes := runtime.background.ready():
                 found[runtime] = sizes
     known = {id(tuning) for runtime in found for tuning in tunings_of(runtime)}
     if found:
         _warm_up(compiled, make_inputs, session.is_sealed, True, stays_off=False, anew=found)
+    for runtime, sizes in found.items():
+        assert runtime.background is not None
+        runtime.background.taken(sizes)
     return tuple(t for runtime in found for t in tunings_of(runtime) if id(t) not in known)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -21,7 +21,6 @@ from piecewise_backend.jobs import Setup, TuneJob, message_of
 from piecewise_backend.passes.keys import NoContentError
 from piecewise_backend.piece_record import record_piece
 from piecewise_backend.sizes import Sizes
-from piecewise_backend.trace_bytes import to_bytes
 from piecewise_backend.version import Numbers
 from piecewise_backend.workers import Workers
 
@@ -56,30 +55,33 @@ class BackgroundTuning:
         self._make_pool = make_pool
         self._sizes = sizes
         self._workers: Workers | None = None
-        self._left: dict[Name, Candidates] = {}
+        self._left: dict[Name, tuple[Candidates, Callable[[], bool]]] = {}
+        """What is being tuned, and whether it is."""
         self._seen: set[Name] = set()
 
     def start(self, graph: CompiledGraph, config: Config) -> None:
         """Begin with what is not decided. What was begun, or has failed, is not begun again."""
-        try:
-            for one in reversed(undecided(graph, config, self._sizes)):
+        for one in reversed(undecided(graph, config, self._sizes)):
+            try:
                 self._submit(graph, one)
-        except NoContentError as error:
-            log.warning("not everything is tuned in the background: it depends on %s", error)
+            except NoContentError as error:
+                log.warning(
+                    "piece %d at %s is not tuned: it depends on %s", one.index, one.numbers, error
+                )
 
     def _submit(self, graph: CompiledGraph, one: Candidates) -> None:
-        name = (one.index, one.numbers)
+        name, piece = (one.index, one.numbers), graph.pieces[one.index]
         if name in self._seen:
             return
         self._seen.add(name)
-        piece, facts = record_piece(graph.pieces[one.index]), graph.facts[one.index]
-        job = TuneJob(piece, one.numbers, one.tried, facts, self._make_pool)
+        facts = graph.facts[one.index]
+        job = TuneJob(record_piece(piece), one.numbers, one.tried, facts, self._make_pool)
         message = message_of(job)
         if self._workers is None:
             # One: what is timed would be slower beside another that is.
-            self._workers = Workers(to_bytes(self._make_setup()), 1, niceness=_NICENESS)
+            self._workers = Workers(self._make_setup().to_bytes(), 1, niceness=_NICENESS)
             weakref.finalize(self, self._workers.close)
-        self._left[name] = one
+        self._left[name] = one, graph.compiler.asks_for(piece, one.numbers, one.tried)
         self._workers.submit(name, message)
 
     def wait(self) -> None:
@@ -87,20 +89,26 @@ class BackgroundTuning:
         if self._workers is not None:
             self._workers.wait()
 
-    def take_ready(self, graph: CompiledGraph) -> set[int]:
-        """The sizes of which all pieces are done since the last time, and some are decided."""
-        if self._workers is None:
-            return set()
+    def ready(self) -> set[int]:
+        """The sizes of which all pieces are done, and some are decided."""
         open_, decided = set(), set()
-        for name, one in self._left.items():
-            is_done = not self._workers.is_left(name)
-            if graph.compiler.is_decided(graph.pieces[one.index], one.numbers, one.tried):
+        for name, (one, is_decided) in list(self._left.items()):
+            is_done = self._workers is not None and not self._workers.is_left(name)
+            if is_decided():
                 decided.add(one.num_tokens)
             elif is_done:
-                # Or it has other settings, another version of an op: see the keys in the cache.
-                reason = self._workers.failures.get(name, "it was done under another key")
-                log.warning("piece %d at %s is not tuned: %s", *name, reason)
+                self._give_up(name)
             else:
                 open_.add(one.num_tokens)
-        self._left = {n: one for n, one in self._left.items() if one.num_tokens in open_}
         return decided - open_
+
+    def taken(self, sizes: Collection[int]) -> None:
+        """What was found out about these sizes serves now."""
+        self._left = {n: left for n, left in self._left.items() if left[0].num_tokens not in sizes}
+
+    def _give_up(self, name: Name) -> None:
+        assert self._workers is not None
+        # If it has not failed: a pass or an op is another one there. See the keys in the cache.
+        reason = self._workers.failures.get(name, "it was done under another key")
+        log.warning("piece %d at %s is not tuned: %s", *name, reason)
+        del self._left[name]

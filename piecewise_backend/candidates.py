@@ -66,7 +66,7 @@ def candidates_of(
     """
     index = graph.instances[position].distinct.index
     num_tokens = graph.token_dim.num_tokens(sizes)
-    if not isinstance(num_tokens, int) or not graph.facts[index].has_kernels:
+    if not isinstance(num_tokens, int) or num_tokens == 0 or not graph.facts[index].has_kernels:
         return None
     numbers = graph.numbers_at(position, sizes)
     tried = _specializations(graph, config, graph.versions[index], numbers, num_tokens)
@@ -87,7 +87,7 @@ def undecided(graph: CompiledGraph, config: Config, sizes: Sizes) -> list[Candid
         padded = graph.token_dim.padded(sizes, num_tokens)
         for index in sorted(first):
             one, piece = candidates_of(graph, config, first[index], padded), graph.pieces[index]
-            if one and not graph.compiler.is_decided(piece, one.numbers, one.tried):
+            if one and not graph.compiler.asks_for(piece, one.numbers, one.tried)():
                 found.append(one)
     return found
 

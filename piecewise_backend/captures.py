@@ -113,12 +113,13 @@ class Captures(CapturedSizes):
         """Before a size is captured, let the versions serve that are fastest there."""
         if target.size in self.tuned or not is_wanted(self.config, target.size):
             return
+        is_first = not self.tuned
         self.tuned.add(target.size)
         if self.bound.moved(args):
             self.forget(args)
         request = self._request(target.mode, target.size, args, sizes)
         with one_capture, collector_paused():
-            tune_pieces(request, self.config, self.memory.new_pool)
+            tune_pieces(request, self.config, self.memory.new_pool, is_first=is_first)
 
     def tune_again(self, sizes: Collection[int]) -> None:
         """Forget captures of sizes whose pieces may have faster versions by now."""

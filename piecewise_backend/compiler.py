@@ -14,17 +14,14 @@ evaluated once and the answer is kept; a size that violates them gets a version 
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
-from piecewise_backend.artifact_store import Fetched
+from piecewise_backend.artifact_store import Fetched, Serves
 from piecewise_backend.cache_entry import Content, Key
 from piecewise_backend.canonical import DistinctPiece
 from piecewise_backend.passes import Pass
 from piecewise_backend.version import Numbers, Version
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -61,7 +58,9 @@ class CompilesAhead(Protocol):
         """Begin; they will be wanted in this order."""
         ...
 
-    def take(self, wanted: Wanted, key: Key, load: Callable[[Content], T]) -> T | None:
+    def take(
+        self, wanted: Wanted, key: Key, load: Callable[[Content], T], serves: Serves
+    ) -> T | None:
         """What was compiled under the key; None if the caller is to do it."""
         ...
 
@@ -83,10 +82,11 @@ class PieceCompiler(Protocol):
         """Keep a version that has run, and was found to be the best, for other processes."""
         ...
 
-    def is_decided(
+    def asks_for(
         self, piece: DistinctPiece, numbers: Numbers, tried: Sequence[Specialization]
-    ) -> bool:
-        """An earlier process, or another one, has found out what `recall` asks for."""
+    ) -> Callable[[], bool]:
+        """Tells, whenever it is called, whether some process has found out what `recall` asks for
+        now: under the settings that are in force now."""
         ...
 
     def recall(
@@ -116,11 +116,11 @@ class EagerCompiler:
     def settle(self, piece: DistinctPiece, numbers: Numbers, special: Specialization) -> None:
         """Nothing is kept for others."""
 
-    def is_decided(
+    def asks_for(
         self, piece: DistinctPiece, numbers: Numbers, tried: Sequence[Specialization]
-    ) -> bool:
+    ) -> Callable[[], bool]:
         """Nothing is kept for others."""
-        return False
+        return lambda: False
 
     def recall(
         self,

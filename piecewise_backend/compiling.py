@@ -55,8 +55,16 @@ class Compiling:
         if self.config.compiler == "eager":
             return EagerCompiler()
         patches = dict(self.config.inductor_compile_config)
-        ahead = Ahead(self._setup, self.config.compile_workers)
-        return InductorCompiler(patches, counters, self.passes, dump.pass_writer, self.store, ahead)
+        # Other processes on a device would count as memory of graphs.
+        is_alone = self.config.compile_workers == 0 or self.config.max_graph_memory is not None
+        ahead = None if is_alone else Ahead(self._setup, self.config.compile_workers)
+        return InductorCompiler(
+            patches, counters, self.passes, dump.pass_writer, self.store, ahead, self._graphs()
+        )
+
+    def _graphs(self) -> str:
+        made = pool_maker(self.device, self.config)
+        return "" if made is None else getattr(made, "__name__", str(made))
 
     def in_background(self, sizes: Sizes) -> BackgroundTuning | None:
         """What tunes while the model serves; None if nothing is to.
@@ -79,12 +87,15 @@ class Compiling:
             validate_passes=self.config.validate_passes,
             folder=folder,
             max_bytes=self.config.max_cache_size,
+            graphs=self._graphs(),
         )
 
 
 def _store(config: Config) -> ArtifactStore | None:
     if config.compiler == "eager":
         return None
+    store = None
     if config.cache_dir is not None:
-        return open_store(config.cache_dir, max_bytes=config.max_cache_size)
-    return temporary_store() if config.tuning == "background" else None
+        store = open_store(config.cache_dir, max_bytes=config.max_cache_size)
+    # What another process finds out has to lie somewhere.
+    return temporary_store() if store is None and config.tuning == "background" else store

@@ -85,15 +85,18 @@ class InductorCompiler:
         writer: Callable[[str], Write | None] = lambda name: None,
         store: ArtifactStore | None = None,
         ahead: CompilesAhead | None = None,
+        graphs: str = "",
     ) -> None:
         """Args are Inductor options, where to count, the piece passes, who writes their dumps
-        - `writer(name of the piece)` -, where compiled pieces are kept, and who compiles ahead."""
+        - `writer(name of the piece)` -, where compiled pieces are kept, who compiles ahead, and the
+        kind of graphs that versions are compared under."""
         self._patches = {**_PATCHES, **patches}
         self._counters = counters
         self._passes = passes or PassList(())
         self._writer = writer
         self._store = store
         self._ahead = ahead
+        self._graphs = graphs
         self._chosen: dict[tuple[int, str], Mapping[str, str]] = {}
         """What kernels of special versions chose when they ran, by piece and name."""
 
@@ -138,27 +141,34 @@ class InductorCompiler:
         """Store a version, special or not, as another process is to find it."""
         assert self._store is not None
         job = self._job(wanted)
+        assert job.key, "who asks for it has made one of the same piece"
         load = functools.partial(self._load, job)
         self._store.fetch(job.key, lambda: self._make(job), load, job.serves)
 
     def settle(self, piece: DistinctPiece, numbers: Numbers, special: Specialization) -> None:
-        """Compile it again with what its kernels chose, and store that. See Note [Settled]."""
-        job = self._job(Wanted(piece, numbers, special))
-        if (store := self._store) is None or not job.key:
+        """Compile it again with what its kernels chose, and store that. See Note [Settled].
+
+        There is nothing to do for one that was loaded.
+        """
+        job, chosen = self._job(Wanted(piece, numbers, special)), (piece.index, special.name)
+        store = self._store
+        if store is None or not job.key or chosen not in self._chosen or not _torch.keeps_choices():
             return
 
         def make() -> Made[Version]:
             version = self._compile(job, anew=True)
             content = stored(version, piece, is_settled=True)
             if content is not None:
-                store_choices(store, content.artifact, self._chosen[piece.index, special.name])
+                store_choices(store, content.artifact, self._chosen[chosen])
             return Made(version, content)
 
         store.fetch(job.key, make, functools.partial(self._load, job), job.serves)
 
     def _job(self, wanted: Wanted) -> _Job:
         special = wanted.special or AS_TRACED
-        listed = self._passes.with_passes(extended(self._passes.passes, special.passes))
+        listed = self._passes
+        if special.passes:
+            listed = listed.with_passes(extended(listed.passes, special.passes))
         passes = PostGrad(listed, f"piece {wanted.piece.index}", self._writer)
         patches = {**self._patches, **special.options}
         key: Key | Uncacheable = {}
@@ -183,7 +193,7 @@ class InductorCompiler:
     def _compiled(self, job: _Job) -> Made[Version]:
         """By another process meanwhile, or now; with what it is as bytes, where that is needed."""
         if self._ahead is not None and job.key:
-            made = self._ahead.take(job.wanted, job.key, job.made)
+            made = self._ahead.take(job.wanted, job.key, job.made, job.serves)
             if made is not None:
                 self._counters.add(num_inductor_compiles=1)
                 return made
@@ -235,15 +245,16 @@ class InductorCompiler:
 
         return self._store.fetch(key, make, lambda content: load(content.artifact), _about(sizes))
 
-    def is_decided(
+    def asks_for(
         self, piece: DistinctPiece, numbers: Numbers, tried: Sequence[Specialization]
-    ) -> bool:
-        """The store has what `recall` asks for."""
-        key = self._decision_key(piece, numbers, tried)
-        if self._store is None or key is None:
-            return False
+    ) -> Callable[[], bool]:
+        """Looks into the store, under a key that is made now."""
+        store = self._store
+        key = None if store is None else self._decision_key(piece, numbers, tried)
+        if store is None or key is None:
+            return lambda: False
         sizes = list(numbers[: num_sizes(piece)])
-        return self._store.find(key, lambda content: True, _about(sizes)) is not None
+        return lambda: store.find(key, lambda content: True, _about(sizes)) is not None
 
     def _decision_key(
         self, piece: DistinctPiece, numbers: Numbers, tried: Sequence[Specialization]
@@ -257,7 +268,7 @@ class InductorCompiler:
             }
             for one in tried
         }
-        return {**key, "decision among": wanted} if key else None
+        return {**key, "decision among": wanted, "under": self._graphs} if key else None
 
 
 def _about(sizes: list[int]) -> Callable[[Mapping[str, Any]], bool]:

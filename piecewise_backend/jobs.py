@@ -52,12 +52,24 @@ class Setup:
     folder: Path
     """Where artifacts are kept."""
     max_bytes: int
+    graphs: str
+    """The kind of graphs that versions are compared under."""
+
+    def to_bytes(self) -> bytes:
+        """The first message to a process.
+
+        Raises:
+            NoContentError: it has something that the other one could not make again.
+        """
+        return to_bytes(self, is_for_another_program=True)
 
     def compiler(self) -> InductorCompiler:
         """What compiles like the one of the process that made this."""
         store = open_store(self.folder, max_bytes=self.max_bytes)
         passes = PassList(self.passes, validate=self.validate_passes)
-        return InductorCompiler(self.patches, CompilationCounter(), passes, store=store)
+        return InductorCompiler(
+            self.patches, CompilationCounter(), passes, store=store, graphs=self.graphs
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,7 +113,7 @@ def message_of(job: CompileJob | TuneJob) -> bytes:
     Raises:
         NoContentError: it has something that the other one could not make again.
     """
-    return to_bytes((job.piece.modules, to_bytes(job)))
+    return to_bytes((job.piece.modules, to_bytes(job, is_for_another_program=True)))
 
 
 def job_of(message: bytes) -> CompileJob | TuneJob:

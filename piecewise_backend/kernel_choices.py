@@ -10,6 +10,7 @@ they chose is an entry of its own, under the content of the artifact.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -49,16 +50,16 @@ class NotesChoices:
     def __init__(self, call: Call, keep: Callable[[Mapping[str, str]], None]) -> None:
         """Args are the piece, and what is called once with what was chosen, by kernel."""
         self._call = call
-        self._keep: Callable[[Mapping[str, str]], None] | None = keep
+        self._keep = [keep]  # whoever takes it out was first
 
     def __call__(self, *inputs: Any) -> Sequence[torch.Tensor]:
         """What the piece returns."""
-        if self._keep is None:
+        if not self._keep:
             return self._call(*inputs)
         noted = _torch.num_noted()
         result = self._call(*inputs)
-        keep, self._keep = self._keep, None
-        keep(_torch.choices_since(noted))
+        with contextlib.suppress(IndexError):  # of two threads one was first
+            self._keep.pop()(_torch.choices_since(noted))
         return result
 
 

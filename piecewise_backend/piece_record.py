@@ -91,8 +91,19 @@ def made_up_inputs(piece: DistinctPiece, numbers: Sequence[int]) -> list[Any]:
         if isinstance(ref, Constant) and isinstance(ref.value, torch.Tensor):
             made[position] = ref.value
         elif isinstance(value, torch.Tensor):
-            value.copy_(_noise(value) if value.is_floating_point() else torch.zeros_like(value))
+            written = _once(value)
+            written.copy_(
+                _noise(written) if written.is_floating_point() else torch.zeros_like(written)
+            )
     return made
+
+
+def _once(value: torch.Tensor) -> torch.Tensor:
+    """Each element of an expanded tensor once: what is one in memory can be written once."""
+    for dim, step in enumerate(value.stride()):
+        if step == 0:
+            value = value.narrow(dim, 0, min(value.shape[dim], 1))
+    return value
 
 
 def _noise(like: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ import io
 import marshal
 import pickle
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import nn
@@ -27,6 +27,10 @@ from piecewise_backend.passes.keys import NoContentError
 
 
 class _Pickler(pickle.Pickler):
+    def __init__(self, file: IO[bytes], *, is_for_another_program: bool) -> None:
+        super().__init__(file, protocol=5)
+        self._without_main = is_for_another_program
+
     def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor | nn.Module):
             raise NoContentError(f"a {type(obj).__qualname__}")
@@ -38,6 +42,8 @@ class _Pickler(pickle.Pickler):
             raise NoContentError(f"{obj}, a higher-order operator")
         if isinstance(obj, ModuleType):
             return "module", obj.__name__
+        if self._without_main and getattr(obj, "__module__", None) == "__main__":
+            raise NoContentError(f"{obj!r}, of the program that was started")
         if isinstance(obj, FunctionType) and obj in PLACES:
             return "spelling", *PLACES[obj]
         return ("code", marshal.dumps(obj)) if isinstance(obj, CodeType) else None
@@ -65,15 +71,18 @@ def _packet(name: str) -> OpOverloadPacket:
     return found
 
 
-def to_bytes(value: object) -> bytes:
+def to_bytes(value: object, *, is_for_another_program: bool = False) -> bytes:
     """What is made of names and numbers, as bytes.
+
+    Args:
+        is_for_another_program: whose main module is not that of this one.
 
     Raises:
         NoContentError: something in it has no name.
     """
     buffer = io.BytesIO()
     try:
-        _Pickler(buffer, protocol=5).dump(value)
+        _Pickler(buffer, is_for_another_program=is_for_another_program).dump(value)
     except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
         raise NoContentError(f"something that cannot be stored ({error})") from None
     return buffer.getvalue()

@@ -105,16 +105,17 @@ class Tuner:
         sizes = numbers[: versions.num_sizes]
         if versions.is_sealed or sizes in versions.tunings:
             return
-        if self._config.tuning == "background" and not self._is_decided(candidates):
+        is_elsewhere = self._config.tuning == "background"
+        if is_elsewhere and not self._is_decided(candidates):
             return
         trial = Trial(versions, facts, numbers, inputs, self._make_pool(), self._graph.device)
-        tuning = trial.find_fastest(candidates.tried)
+        tuning = trial.find_fastest(candidates.tried, compares=is_elsewhere)
         versions.tunings[sizes] = tuning
         log.info("%s", tuning)
 
     def _is_decided(self, one: Candidates) -> bool:
         piece = self._graph.pieces[one.index]
-        return self._graph.compiler.is_decided(piece, one.numbers, one.tried)
+        return self._graph.compiler.asks_for(piece, one.numbers, one.tried)()
 
 
 class Trial:
@@ -143,12 +144,14 @@ class Trial:
         self._pool = pool
         self._device = device
 
-    def find_fastest(self, tried: Sequence[Specialization]) -> Tuning:
+    def find_fastest(self, tried: Sequence[Specialization], *, compares: bool = False) -> Tuning:
         """Let the fastest version serve the sizes of the inputs from now on.
 
         Args:
             tried: versions to compare with the one for all sizes. Another process may have done
                 that; what it found is tried before it serves.
+            compares: what another process found, beside whatever used the device meanwhile, is
+                compared with the version for all sizes once more.
         """
         index, sizes = self._versions.piece.index, self._numbers[: self._versions.num_sizes]
 
@@ -162,11 +165,25 @@ class Trial:
         wanted = {special.name: special for special in tried}
         if tuning.kept in wanted and tuning.kept not in self.made:
             self.make(wanted[tuning.kept])
+            if tuning.kept in self.made:  # no process may have kept it, or one has lost it
+                self._versions.settle(self._numbers, wanted[tuning.kept])
+        if compares and tuning.is_remembered and tuning.kept in self.made:
+            self._drop_if_slower(tuning.kept)
         if tuning.kept in self.made:
             self._versions.prefer(self._numbers, self.made[tuning.kept])
         else:
             tuning = dataclasses.replace(tuning, kept=AS_TRACED.name)
         return dataclasses.replace(tuning, failures={**tuning.failures, **self.failures})
+
+    def _drop_if_slower(self, name: str) -> None:
+        calls = {AS_TRACED.name: self._as_traced, name: self.made[name].call}
+        functions = {which: self._bound(call) for which, call in calls.items()}
+        seconds = replay_seconds(functions, self._pool, self._device)
+        if not _is_faster(seconds, name):
+            del self.made[name]
+            self.failures[name] = f"it takes {1e6 * seconds[name]:.1f} us here, and as traced " + (
+                f"{1e6 * seconds[AS_TRACED.name]:.1f} us"
+            )
 
     def _decide(self, wanted: Sequence[Specialization]) -> Tuning:
         """Make them all, and compare the times of those that can serve."""
@@ -176,8 +193,7 @@ class Trial:
         functions |= {name: self._bound(version.call) for name, version in self.made.items()}
         seconds = replay_seconds(functions, self._pool, self._device)
         fastest = min(seconds, key=seconds.__getitem__)
-        is_faster = seconds[fastest] < (1 - _MARGIN) * seconds[AS_TRACED.name]
-        kept = fastest if is_faster else AS_TRACED.name
+        kept = fastest if _is_faster(seconds, fastest) else AS_TRACED.name
         for special in wanted:
             if special.name == kept:  # before others may know of it
                 self._versions.settle(self._numbers, special)
@@ -189,6 +205,8 @@ class Trial:
         try:
             version = self._versions.special(self._numbers, special)
             fault = self._fault(version.call)
+        except torch.OutOfMemoryError:
+            raise  # which tells nothing of the version: it is not to be remembered
         except Exception as error:
             # What a compiler may raise is not known, and the piece has a version that works.
             fault = f"{type(error).__name__}: {error}"
@@ -217,3 +235,7 @@ class Trial:
             returned = call(*self._inputs)
             defined = [x for i, x in enumerate(returned) if i not in self._facts.undefined]
             return [tensor.clone() for tensor in (*defined, *written)]
+
+
+def _is_faster(seconds: Mapping[str, float], name: str) -> bool:
+    return seconds[name] < (1 - _MARGIN) * seconds[AS_TRACED.name]

@@ -24,13 +24,20 @@ log = logging.getLogger(__name__)
 
 
 def tune_pieces(
-    request: CaptureRequest, config: Config, make_pool: Callable[[], GraphPool]
+    request: CaptureRequest,
+    config: Config,
+    make_pool: Callable[[], GraphPool],
+    *,
+    is_first: bool,
 ) -> None:
     """Tune each distinct piece on the inputs that it has at this size.
 
     A piece that cannot be run like this is not tuned; its capture will say so.
+
+    Args:
+        is_first: no other size was tuned before: versions for all are compiled ahead.
     """
-    if config.tuning == "warmup":
+    if is_first and config.tuning == "warmup":
         prepare(request.graph, config, request.sizes)
     tuner = Tuner(request.graph, config, request.sizes, make_pool)
     pool = TrialPool(request.graph.device, request.pool)

@@ -53,7 +53,7 @@ def compiled_here(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def ahead_with(passes: PassList, patches: dict[str, object]) -> Ahead:
     def setup(folder: Path) -> Setup:
         settings = _torch.settings_of_process(CPU)
-        return Setup(CPU, settings, patches, passes.passes, False, folder, 2**30)
+        return Setup(CPU, settings, patches, passes.passes, False, folder, 2**30, "")
 
     return Ahead(setup, 1)
 
@@ -148,7 +148,7 @@ def test_what_is_stored_is_not_compiled_ahead(tmp_path: Path) -> None:
 
 def test_none_if_the_user_wants_none(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
-    monkeypatch.setattr("piecewise_backend.workers.Workers._start", started.append)
+    monkeypatch.setattr("piecewise_backend.workers.Workers.submit", started.append)
     compiled = pw.compile(
         scaled, compile_sizes=[4], cudagraph_capture_sizes=[4, 8], graph_impl="emulated",
         compile_workers=0,

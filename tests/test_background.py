@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class Elsewhere:
 
     def __init__(self) -> None:
         self.num_starts = 0
-        self.ready: set[int] = set()
+        self.sizes: set[int] = set()
         self.has_waited = False
 
     def start(self, graph: CompiledGraph, config: Config) -> None:
@@ -44,9 +44,11 @@ class Elsewhere:
     def wait(self) -> None:
         self.has_waited = True
 
-    def take_ready(self, graph: CompiledGraph) -> set[int]:
-        ready, self.ready = self.ready, set()
-        return ready
+    def taken(self, sizes: Collection[int]) -> None:
+        self.sizes = self.sizes - set(sizes)
+
+    def ready(self) -> set[int]:
+        return self.sizes
 
 
 @pytest.fixture
@@ -70,7 +72,7 @@ def model(x: Tensor) -> Tensor:
 
 def decide(imitation: Imitation, elsewhere: Elsewhere, size: int) -> None:
     imitation.decided |= {(piece, (size,)) for piece in range(2)}
-    elsewhere.ready.add(size)
+    elsewhere.sizes.add(size)
 
 
 def test_warm_up_tunes_nothing(

@@ -68,8 +68,8 @@ class Imitation:
     def prepare(self, wanted: Any) -> None:
         self.prepared += [(w.piece.index, w.numbers, w.special.name) for w in wanted]
 
-    def is_decided(self, piece: Any, numbers: tuple[int, ...], tried: Any) -> bool:
-        return (piece.index, numbers) in self.decided
+    def asks_for(self, piece: Any, numbers: tuple[int, ...], tried: Any) -> Callable[[], bool]:
+        return lambda: (piece.index, numbers) in self.decided
 
     def settle(self, piece: Any, numbers: tuple[int, ...], special: Specialization) -> None:
         self.settled.append((special.name, numbers))

@@ -57,7 +57,12 @@ from piecewise_backend._torch.inductor import (
     load_artifact,
     mode_patches,
 )
-from piecewise_backend._torch.kernel_choices import choices_since, num_noted, set_choices
+from piecewise_backend._torch.kernel_choices import (
+    choices_since,
+    keeps_choices,
+    num_noted,
+    set_choices,
+)
 from piecewise_backend._torch.memory import (
     borrowed_storage,
     bound_replay,
@@ -169,6 +174,7 @@ __all__ = [
     "is_plain_fake",
     "is_static_input",
     "is_taken_as_constant",
+    "keeps_choices",
     "kernel_below_dispatcher",
     "leave_failed_capture",
     "load_artifact",

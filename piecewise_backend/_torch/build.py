@@ -23,7 +23,7 @@ def torch_build() -> dict[str, Any]:
     Inductor keeps this for its own caches; there is no public spelling.
     """
     return {
-        "version": torch.__version__,
+        "version": str(torch.__version__),
         "sources": codecache.torch_key().hex(),
         "system": codecache.CacheBase.get_system(),
         "python": platform.python_version(),
@@ -68,7 +68,10 @@ def numeric_switches(device: torch.device) -> dict[str, Any]:
     return {
         "autocast": [torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))],
         "default dtype": str(torch.get_default_dtype()),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "deterministic": [
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ],
         "gradients": [torch.is_grad_enabled(), torch.is_inference_mode_enabled()],
         "matmul": [torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.fp32_precision],
     }
@@ -91,12 +94,15 @@ def under_settings(settings: Mapping[str, Any], device: torch.device) -> Iterato
     inductor_config.load_config(settings["options"]["inductor"])
     functorch_config.load_config(settings["options"]["functorch"])
     torch.set_num_threads(settings["threads"])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # whose properties are part of keys
     switches, kind = settings["switches"], device.type
     is_enabled, dtype = switches["autocast"]
     torch.set_autocast_enabled(kind, is_enabled)
     torch.set_autocast_dtype(kind, _dtype(dtype))
     torch.set_default_dtype(_dtype(switches["default dtype"]))
-    torch.use_deterministic_algorithms(switches["deterministic"])
+    is_deterministic, warns_only = switches["deterministic"]
+    torch.use_deterministic_algorithms(is_deterministic, warn_only=warns_only)
     precision, of_cuda = switches["matmul"]
     torch.set_float32_matmul_precision(precision)
     torch.backends.cuda.matmul.fp32_precision = of_cuda  # which the other has set as well

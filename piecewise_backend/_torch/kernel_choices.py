@@ -13,10 +13,16 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from torch._inductor import config
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.runtime.autotune_cache import AutotuneCacheArtifact
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.compiler._cache import CacheArtifactManager
+
+
+def keeps_choices() -> bool:
+    """Inductor keeps what kernels choose, as it does unless it is told otherwise."""
+    return bool(config.autotune_local_cache and not config.force_disable_caches)
 
 
 def num_noted() -> int:
