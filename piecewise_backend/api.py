@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -94,7 +94,7 @@ def _warm_up(
                 runtime.captures.tune_again(anew_sizes)
         session = warm_up(compiled, make_inputs, sizes, verify, anew=stays_off)
         for each in (own, session):
-            each.make_inputs = make_inputs
+            each.make_inputs, each.modes = make_inputs, _modes_now()
         if seal:
             _seal(compiled)
     for runtime in session.runtimes:
@@ -127,15 +127,18 @@ def rebind(compiled: Callable[..., Any]) -> Report:
     """
     session = session_of(compiled)
     make_inputs = _make_inputs_of(session)
-    return _warm_up(compiled, make_inputs, session.is_sealed, verify=True, stays_off=True)
+    with _under_modes(session.modes):
+        return _warm_up(compiled, make_inputs, session.is_sealed, verify=True, stays_off=True)
 
 
 def adopt_tuned(compiled: Callable[..., Any], *, wait: bool = False) -> tuple[Tuning, ...]:
     """Let versions serve that were found to be faster in the background (`tuning="background"`).
 
-    Their sizes are captured anew, which takes as long as warm-up takes for these; calls of other
-    threads are served without graphs meanwhile, with the reason `REBUILDING`. So call it where
-    none are waiting. Nothing happens, at once, where no size is done yet.
+    Sizes whose pieces are all done are captured anew, and all sizes are compared with the step
+    without graphs, in the mode (`torch.no_grad` or `torch.inference_mode`) of warm-up; calls of
+    other threads are served without graphs meanwhile, with the reason `REBUILDING`. So call it
+    where none are waiting. Where no size is done yet nothing happens. After an error the sizes
+    are there for the next time.
 
     Args:
         wait: until all that is wanted was tuned.
@@ -158,11 +161,24 @@ def adopt_tuned(compiled: Callable[..., Any], *, wait: bool = False) -> tuple[Tu
                 found[runtime] = sizes
     known = {id(tuning) for runtime in found for tuning in tunings_of(runtime)}
     if found:
-        _warm_up(compiled, make_inputs, session.is_sealed, True, stays_off=False, anew=found)
+        with _under_modes(session.modes):
+            _warm_up(compiled, make_inputs, session.is_sealed, True, stays_off=False, anew=found)
     for runtime, sizes in found.items():
         assert runtime.background is not None
         runtime.background.taken(sizes)
     return tuple(t for runtime in found for t in tunings_of(runtime) if id(t) not in known)
+
+
+def _modes_now() -> tuple[bool, bool]:
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+
+@contextlib.contextmanager
+def _under_modes(modes: tuple[bool, bool]) -> Iterator[None]:
+    """As warm-up ran, whatever thread this is: modes belong to threads."""
+    has_gradients, is_inference = modes
+    with torch.inference_mode(is_inference), torch.set_grad_enabled(has_gradients):
+        yield
 
 
 def _make_inputs_of(session: Session) -> MakeInputs:

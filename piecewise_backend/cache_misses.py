@@ -20,8 +20,9 @@ def why_missed(key: Key, others: Mapping[str, Record]) -> tuple[str, ...]:
 
     Args:
         key: what was wanted.
-        others: entries by name.
+        others: entries by name; those of another kind could not have served.
     """
+    others = {name: record for name, record in others.items() if record.key.keys() == key.keys()}
     if not others:
         return ("nothing was there that could have served",)
     differences = {name: _essential(explain(other.key, key)) for name, other in others.items()}

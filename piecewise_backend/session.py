@@ -70,6 +70,8 @@ class Session:
         """False: calls run without, until they are switched on again."""
         self.make_inputs: Any = None
         """What the last warm-up made its inputs with."""
+        self.modes = (False, False)
+        """Whether gradients and inference mode were on then."""
         self.guards_kept = UNTIL_SEALED
         """Why calls go through Dynamo's guards; empty if they do not."""
         self.on_graph: Callable[[fx.GraphModule], None] | None = None

@@ -13,11 +13,16 @@ import torch
 from torch import Tensor
 
 import piecewise_backend as pw
-from piecewise_backend import compiling
+from piecewise_backend import background, compiling
+from piecewise_backend.artifact_store import Fetched
 from piecewise_backend.batch import CUDAGraphMode, FallbackReason
+from piecewise_backend.canonical import DistinctPiece
 from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.config import Config
 from piecewise_backend.handles import session_of
+from piecewise_backend.passes.keys import NoContentError
+from piecewise_backend.piece_record import record_piece
+from piecewise_backend.workers import Workers
 from tests.helpers import out_attn, rows, same
 from tests.test_tuning import Imitation, seconds, tunings, warmed_up
 
@@ -166,9 +171,50 @@ def test_an_error_leaves_a_model_that_serves(
         same(compiled(rows(4)), model(rows(4)), "without graphs")
     same(compiled(rows(8)), model(rows(8)), "another size")
     session.make_inputs = made
-    pw.warmup(compiled, made)
-    assert {t.sizes for t in tunings(compiled)} == {(4,)}
+    assert {t.sizes for t in pw.adopt_tuned(compiled)} == {(4,)}
     assert pw.report(compiled).graphs[0].captured_sizes == (16, 8, 4)
+
+
+def test_what_is_slower_here_does_not_serve(
+    imitation: Imitation,
+    elsewhere: Elsewhere,
+    seconds: dict[str, float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other process timed it beside whatever this one did."""
+
+    def recall(piece: Any, numbers: Any, tried: Any, decide: Any, load: Any) -> Fetched[Any]:
+        text = b'{"kept": "static", "microseconds": {"static": 0.5}, "failures": {}}'
+        return Fetched(load(text), is_hit=True)
+
+    monkeypatch.setattr(imitation, "recall", recall)
+    seconds.update({"as traced": 1e-6, "static": 2e-6})
+    compiled = warmed_up(model, tuning="background", compile_sizes=[4])
+    decide(imitation, elsewhere, 4)
+    for found in pw.adopt_tuned(compiled):
+        assert found.kept == "as traced"
+        assert found.failures == {"static": "it takes 2.0 us here, and as traced 1.0 us"}
+    imitation.runs.clear()
+    compiled(rows(4))
+    assert {name for name, _ in imitation.runs} == {"as traced"}
+
+
+def test_a_piece_that_cannot_be_sent_stops_no_other(
+    imitation: Imitation, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sent: list[Any] = []
+
+    def record(piece: DistinctPiece) -> Any:
+        if piece.index == 1:
+            raise NoContentError("an op of somebody")
+        return record_piece(piece)
+
+    monkeypatch.setattr(background, "record_piece", record)
+    monkeypatch.setattr(Workers, "submit", lambda self, name, message: sent.append(name))
+    with caplog.at_level(logging.WARNING, "piecewise_backend.background"):
+        warmed_up(model, tuning="background", compile_sizes=[4, 8])
+    assert sent == [(0, (4,)), (0, (8,))]
+    assert "piece 1 at (8,) is not tuned: it depends on an op of somebody" in caplog.text
 
 
 def test_without_a_warm_up_there_are_no_inputs(imitation: Imitation, elsewhere: Elsewhere) -> None:
@@ -195,7 +241,8 @@ def test_across_processes(
         compiled = warmed_up(scaled, tuning="background", **options)
         assert not tunings(compiled)
         before = pw.compilation_counter.num_inductor_compiles
-        (found,) = pw.adopt_tuned(compiled, wait=True)
+        with torch.enable_grad():  # as a thread of its own begins
+            (found,) = pw.adopt_tuned(compiled, wait=True)
         assert pw.compilation_counter.num_inductor_compiles == before
     assert not caplog.records
     assert found.is_remembered

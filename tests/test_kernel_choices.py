@@ -7,6 +7,7 @@ have.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,26 @@ def test_an_artifact_without_choices_has_no_entry(store: ArtifactStore, inductor
     assert noting(Piece(), store)(1) == (1,)
     assert not restore_choices(store, b"artifact")
     assert not entries(store.root)
+
+
+def test_two_first_calls(store: ArtifactStore, inductor: Path) -> None:
+    """Of two threads, in the middle of each other."""
+    barrier = threading.Barrier(2)
+
+    def piece(*inputs: Any) -> Any:
+        barrier.wait(timeout=60)
+        choose("ab/one.best_config")
+        barrier.wait(timeout=60)
+        return inputs
+
+    call, results = noting(piece, store), []
+    threads = [threading.Thread(target=lambda n=n: results.append(call(n))) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(results) == [(0,), (1,)]
+    assert restore_choices(store, b"artifact")
 
 
 def test_a_first_call_that_fails_is_not_the_first(store: ArtifactStore, inductor: Path) -> None:

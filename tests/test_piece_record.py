@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -86,6 +87,10 @@ def writes_to_an_input(x: Tensor, cache: Tensor) -> Tensor:
     return out_attn(x, x, x) + cache[:1]
 
 
+def an_expanded_input(x: Tensor, mask: Tensor) -> Tensor:
+    return out_attn(x, x, x) * mask
+
+
 def an_op_of_a_user(x: Tensor) -> Tensor:
     return out_attn(widen(x, 2)[:, :4], x, x)
 
@@ -97,6 +102,7 @@ PROGRAMS = {
     views_of_one_tensor: (rows(6),),
     size_arithmetic: (rows(6),),
     writes_to_an_input: (rows(6), torch.zeros(32, 4)),
+    an_expanded_input: (rows(6), torch.ones(1, 4).expand(6, 4)[:1]),
     an_op_of_a_user: (rows(6),),
 }
 
@@ -178,6 +184,16 @@ def test_the_program_that_was_started_stays_here(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(widen._init_fn, "__module__", "__main__")
     with pytest.raises(NoContentError, match="the program that was started"):
         record_piece(first)
+
+
+def test_functions_of_the_program_that_was_started_stay_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rows, "__module__", "__main__")
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["tests.helpers"])
+    assert from_bytes(to_bytes(rows)) is rows  # of a stored trace: the same program runs again
+    with pytest.raises(NoContentError, match="of the program that was started"):
+        to_bytes(rows, is_for_another_program=True)
 
 
 def test_functions_without_a_name_stay_here() -> None:

@@ -181,6 +181,22 @@ def test_a_version_that_fails_is_left_out(imitation: Imitation, seconds: dict[st
     same(compiled(rows(4)), model(rows(4)), "served")
 
 
+def test_memory_that_ends_tells_nothing(
+    imitation: Imitation, seconds: dict[str, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is not remembered: another time there may be room."""
+
+    def fail(results: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    imitation.broken["static"] = fail
+    with caplog.at_level("WARNING", "piecewise_backend.tuning_trial"):
+        compiled = warmed_up()
+    assert "pieces are not tuned for sizes (4,): a trial run failed: no room" in caplog.text
+    assert not tunings(compiled)
+    same(compiled(rows(4)), model(rows(4)), "served")
+
+
 def test_a_remembered_version_is_tried_before_it_serves(
     imitation: Imitation, seconds: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
