@@ -159,6 +159,20 @@ def test_made_up_inputs_of_every_kind(dtype: torch.dtype) -> None:
             assert not isinstance(value, Tensor) or value.double().isfinite().all()
 
 
+def test_made_up_inputs_whose_elements_share_memory() -> None:
+    def scaled(x: Tensor, weight: Tensor, counts: Tensor, nothing: Tensor) -> Tensor:
+        x = out_attn(x, x, x) * weight + counts
+        return torch.cat([x, nothing])
+
+    expanded = torch.randn(4, 1).expand(4, 4)[:1], torch.ones(1, dtype=torch.int64).expand(4)
+    *_, last = pieces_of(scaled, rows(6), *expanded, torch.empty(0, 4))
+    inputs = made_up_inputs(last, numbers_of(last))
+    tensors = [x for x in inputs if isinstance(x, Tensor) and 0 in x.stride()]
+    assert [x.stride() for x in tensors] == [(1, 0), (0,)]
+    assert all(x.isfinite().all() for x in tensors)
+    last.module(*inputs)
+
+
 def test_arguments_by_number_stay_here() -> None:
     """A name that differs by layer is an index into a table of this process."""
 
