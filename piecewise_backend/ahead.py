@@ -20,7 +20,6 @@ from piecewise_backend.compiler import Wanted
 from piecewise_backend.jobs import CompileJob, Setup, message_of
 from piecewise_backend.passes.keys import NoContentError
 from piecewise_backend.piece_record import record_piece
-from piecewise_backend.trace_bytes import to_bytes
 from piecewise_backend.workers import Workers
 
 T = TypeVar("T")
@@ -53,15 +52,21 @@ class Ahead:
         if self._most == 0 or not wanted:
             return
         try:
-            workers = self._workers = self._workers or self._make_workers()
-            for one in wanted:
-                if _name(one) in self._begun:
-                    continue
+            self._workers = self._workers or self._make_workers()
+        except (NoContentError, OSError) as error:  # a pass, the options; no temporary directory
+            log.info("nothing is compiled ahead: %s", error)
+            return
+        for one in wanted:
+            if _name(one) not in self._begun:
                 self._begun.add(_name(one))
-                job = CompileJob(record_piece(one.piece), one.numbers, one.special)
-                workers.submit(_name(one), message_of(job))
+                self._submit(self._workers, one)
+
+    def _submit(self, workers: Workers, one: Wanted) -> None:
+        try:
+            job = CompileJob(record_piece(one.piece), one.numbers, one.special)
+            workers.submit(_name(one), message_of(job))
         except NoContentError as error:
-            log.info("not everything is compiled ahead: something depends on %s", error)
+            log.info("piece %d is not compiled ahead: it depends on %s", one.piece.index, error)
 
     def take(self, wanted: Wanted, key: Key, load: Callable[[Content], T]) -> T | None:
         """What was compiled, as soon as it is, if a process has begun; None if it is the caller's.
@@ -80,7 +85,7 @@ class Ahead:
 
     def _make_workers(self) -> Workers:
         self._store = temporary_store()
-        workers = Workers(to_bytes(self._make_setup(self._store.root)), self._most)
+        workers = Workers(self._make_setup(self._store.root).as_message(), self._most)
         weakref.finalize(self, workers.close)
         return workers
 

@@ -53,6 +53,14 @@ class Setup:
     """Where artifacts are kept."""
     max_bytes: int
 
+    def as_message(self) -> bytes:
+        """For another process.
+
+        Raises:
+            NoContentError: a pass that the other one could not make again.
+        """
+        return to_bytes(self, same_program=False)
+
     def compiler(self) -> InductorCompiler:
         """What compiles like the one of the process that made this."""
         store = open_store(self.folder, max_bytes=self.max_bytes)
@@ -101,7 +109,7 @@ def message_of(job: CompileJob | TuneJob) -> bytes:
     Raises:
         NoContentError: it has something that the other one could not make again.
     """
-    return to_bytes((job.piece.modules, to_bytes(job)))
+    return to_bytes((job.piece.modules, to_bytes(job, same_program=False)))
 
 
 def job_of(message: bytes) -> CompileJob | TuneJob:

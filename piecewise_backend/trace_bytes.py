@@ -27,8 +27,16 @@ from piecewise_backend.passes.keys import NoContentError
 
 
 class _Pickler(pickle.Pickler):
+    def __init__(self, buffer: io.BytesIO, *, same_program: bool) -> None:
+        super().__init__(buffer, protocol=5)
+        self._same_program = same_program
+
     def persistent_id(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor | nn.Module):
+        if isinstance(obj, FunctionType | type) and obj.__module__ == "__main__":
+            # The main module of another program may have something else by that name.
+            if not self._same_program:
+                raise NoContentError(f"{obj.__qualname__} of the program that was started")
+        elif isinstance(obj, torch.Tensor | nn.Module):
             raise NoContentError(f"a {type(obj).__qualname__}")
         if isinstance(obj, OpOverload):
             return "overload", obj._schema.name, obj._overloadname
@@ -65,15 +73,18 @@ def _packet(name: str) -> OpOverloadPacket:
     return found
 
 
-def to_bytes(value: object) -> bytes:
+def to_bytes(value: object, *, same_program: bool = True) -> bytes:
     """What is made of names and numbers, as bytes.
+
+    Args:
+        same_program: who reads it was started like this process.
 
     Raises:
         NoContentError: something in it has no name.
     """
     buffer = io.BytesIO()
     try:
-        _Pickler(buffer, protocol=5).dump(value)
+        _Pickler(buffer, same_program=same_program).dump(value)
     except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
         raise NoContentError(f"something that cannot be stored ({error})") from None
     return buffer.getvalue()

@@ -128,6 +128,36 @@ def test_what_cannot_be_sent_is_compiled_here(
     assert compiled_here == [piece.module]
 
 
+def test_a_piece_that_cannot_be_sent_does_not_keep_others_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("piecewise_backend.workers._COMMAND", ["/no/such/program"])
+
+    def one_has_names_that_differ(x: Tensor) -> Tensor:
+        x = out_attn(x, x, x)
+        for index in range(3):
+            x = out_attn(named(x, f"layer.{index}") * 2, x, x)
+        return x.cos()
+
+    *_, differing, last = pieces_of(one_has_names_that_differ, rows(6))
+    ahead = ahead_with(PassList(()), {})
+    ahead.start([Wanted(piece, numbers_of(piece)) for piece in (differing, last)])
+    assert ahead._workers is not None
+    ahead._workers.wait()
+    assert {index for index, *_ in ahead._workers.failures} == {last.index}
+
+
+def test_without_a_place_for_temporary_files_it_is_compiled_here(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/no/such/folder")
+    ahead, piece = ahead_with(PassList(()), {}), first_piece(scaled)
+    with caplog.at_level(logging.INFO, "piecewise_backend.ahead"):
+        ahead.start([Wanted(piece, (6,))])
+    assert "nothing is compiled ahead: [Errno 2]" in caplog.text
+    assert ahead._workers is None
+
+
 @pytest.mark.parametrize("patches", [{}, {"max_autotune": True}])
 def test_what_is_timed_while_it_compiles_is_not_compiled_ahead(patches: dict[str, object]) -> None:
     ahead, piece = ahead_with(PassList(()), patches), first_piece(scaled)

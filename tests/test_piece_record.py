@@ -194,6 +194,15 @@ def test_the_program_that_was_started_stays_here(monkeypatch: pytest.MonkeyPatch
         record_piece(first)
 
 
+def test_passes_of_the_program_that_was_started_stay_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other process would look in its own main module; one like this looks in its own."""
+    monkeypatch.setattr(rows, "__module__", "__main__")
+    monkeypatch.setattr("__main__.rows", rows, raising=False)
+    with pytest.raises(NoContentError, match="rows of the program that was started"):
+        to_bytes((rows,), same_program=False)
+    assert from_bytes(to_bytes((rows,))) == (rows,)
+
+
 def test_functions_without_a_name_stay_here() -> None:
     with pytest.raises(NoContentError):
         to_bytes(lambda: None)
