@@ -144,8 +144,8 @@ def adopt_tuned(compiled: Callable[..., Any], *, wait: bool = False) -> tuple[Tu
         What was found out, and serves now; see also `tunings` in the report.
 
     Raises:
-        ContractError: there was no warm-up whose inputs could be used again.
-        Exception: what warm-up raises.
+        ContractError: there was no warm-up whose inputs could be used again, or in another mode.
+        Exception: what warm-up raises; the next call tries again.
     """
     session = session_of(compiled)
     make_inputs = _make_inputs_of(session)
@@ -154,11 +154,14 @@ def adopt_tuned(compiled: Callable[..., Any], *, wait: bool = False) -> tuple[Tu
         if runtime.background is not None:
             if wait:
                 runtime.background.wait()
-            if sizes := runtime.background.take_ready(runtime.graph):
+            if sizes := runtime.background.ready(runtime.graph):
                 found[runtime] = sizes
     known = {id(tuning) for runtime in found for tuning in tunings_of(runtime)}
     if found:
         _warm_up(compiled, make_inputs, session.is_sealed, True, stays_off=False, anew=found)
+    for runtime, sizes in found.items():  # not before: the next call tries what failed in this one
+        if runtime.background is not None:
+            runtime.background.taken(sizes)
     return tuple(t for runtime in found for t in tunings_of(runtime) if id(t) not in known)
 
 

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import torch
 
+from piecewise_backend import _torch
 from piecewise_backend.candidates import Candidates, undecided
 from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.config import Config
+from piecewise_backend.errors import ContractError
 from piecewise_backend.graphs import GraphPool
 from piecewise_backend.jobs import Setup, TuneJob, message_of
 from piecewise_backend.passes.keys import NoContentError
 from piecewise_backend.piece_record import record_piece
 from piecewise_backend.sizes import Sizes
-from piecewise_backend.trace_bytes import to_bytes
 from piecewise_backend.version import Numbers
 from piecewise_backend.workers import Workers
 
@@ -58,14 +60,20 @@ class BackgroundTuning:
         self._workers: Workers | None = None
         self._left: dict[Name, Candidates] = {}
         self._seen: set[Name] = set()
+        self._switches: Mapping[str, Any] = {}
+        """Of the process, when it was started last."""
 
     def start(self, graph: CompiledGraph, config: Config) -> None:
         """Begin with what is not decided. What was begun, or has failed, is not begun again."""
-        try:
-            for one in reversed(undecided(graph, config, self._sizes)):
+        self._switches = _torch.numeric_switches(graph.device)
+        reasons = set()
+        for one in reversed(undecided(graph, config, self._sizes)):
+            try:
                 self._submit(graph, one)
-        except NoContentError as error:
-            log.warning("not everything is tuned in the background: it depends on %s", error)
+            except NoContentError as error:
+                reasons.add(str(error))
+        for reason in sorted(reasons):
+            log.warning("not everything is tuned in the background: it depends on %s", reason)
 
     def _submit(self, graph: CompiledGraph, one: Candidates) -> None:
         name = (one.index, one.numbers)
@@ -77,7 +85,7 @@ class BackgroundTuning:
         message = message_of(job)
         if self._workers is None:
             # One: what is timed would be slower beside another that is.
-            self._workers = Workers(to_bytes(self._make_setup()), 1, niceness=_NICENESS)
+            self._workers = Workers(self._make_setup().as_message(), 1, niceness=_NICENESS)
             weakref.finalize(self, self._workers.close)
         self._left[name] = one
         self._workers.submit(name, message)
@@ -87,12 +95,23 @@ class BackgroundTuning:
         if self._workers is not None:
             self._workers.wait()
 
-    def take_ready(self, graph: CompiledGraph) -> set[int]:
-        """The sizes of which all pieces are done since the last time, and some are decided."""
-        if self._workers is None:
+    def ready(self, graph: CompiledGraph) -> set[int]:
+        """The sizes of which all pieces are done, and some are decided, and that nobody took.
+
+        Raises:
+            ContractError: the mode is another one than that of warm-up, so that nothing is found.
+        """
+        if self._workers is None or not self._left:
             return set()
+        found = _torch.numeric_switches(graph.device)
+        if changed := {name: was for name, was in self._switches.items() if found[name] != was}:
+            raise ContractError(
+                f"warm-up ran under {changed}, and this call under "
+                f"{ {name: found[name] for name in changed} }; take what was tuned in the mode of "
+                "warm-up (torch.no_grad or torch.inference_mode)"
+            )
         open_, decided = set(), set()
-        for name, one in self._left.items():
+        for name, one in list(self._left.items()):
             is_done = not self._workers.is_left(name)
             if graph.compiler.is_decided(graph.pieces[one.index], one.numbers, one.tried):
                 decided.add(one.num_tokens)
@@ -100,7 +119,11 @@ class BackgroundTuning:
                 # Or it has other settings, another version of an op: see the keys in the cache.
                 reason = self._workers.failures.get(name, "it was done under another key")
                 log.warning("piece %d at %s is not tuned: %s", *name, reason)
+                self._left.pop(name, None)
             else:
                 open_.add(one.num_tokens)
-        self._left = {n: one for n, one in self._left.items() if one.num_tokens in open_}
         return decided - open_
+
+    def taken(self, sizes: Collection[int]) -> None:
+        """What was ready serves."""
+        self._left = {n: one for n, one in self._left.items() if one.num_tokens not in sizes}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 import piecewise_backend as pw
-from piecewise_backend import compiling
+from piecewise_backend import background, compiling
 from piecewise_backend.batch import CUDAGraphMode, FallbackReason
+from piecewise_backend.canonical import DistinctPiece
 from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.config import Config
 from piecewise_backend.handles import session_of
+from piecewise_backend.passes.keys import NoContentError
+from piecewise_backend.piece_record import RecordedPiece
 from tests.helpers import out_attn, rows, same
 from tests.test_tuning import Imitation, seconds, tunings, warmed_up
 
@@ -35,7 +38,7 @@ class Elsewhere:
 
     def __init__(self) -> None:
         self.num_starts = 0
-        self.ready: set[int] = set()
+        self.found: set[int] = set()
         self.has_waited = False
 
     def start(self, graph: CompiledGraph, config: Config) -> None:
@@ -44,9 +47,11 @@ class Elsewhere:
     def wait(self) -> None:
         self.has_waited = True
 
-    def take_ready(self, graph: CompiledGraph) -> set[int]:
-        ready, self.ready = self.ready, set()
-        return ready
+    def ready(self, graph: CompiledGraph) -> set[int]:
+        return set(self.found)
+
+    def taken(self, sizes: Collection[int]) -> None:
+        self.found -= set(sizes)
 
 
 @pytest.fixture
@@ -70,7 +75,7 @@ def model(x: Tensor) -> Tensor:
 
 def decide(imitation: Imitation, elsewhere: Elsewhere, size: int) -> None:
     imitation.decided |= {(piece, (size,)) for piece in range(2)}
-    elsewhere.ready.add(size)
+    elsewhere.found.add(size)
 
 
 def test_warm_up_tunes_nothing(
@@ -169,6 +174,26 @@ def test_an_error_leaves_a_model_that_serves(
     assert pw.report(compiled).graphs[0].captured_sizes == (16, 8, 4)
 
 
+def test_what_could_not_be_taken_is_taken_later(
+    imitation: Imitation, elsewhere: Elsewhere, seconds: dict[str, float]
+) -> None:
+    seconds["static"] = 0.5
+    compiled = warmed_up(model, tuning="background", compile_sizes=[4])
+    decide(imitation, elsewhere, 4)
+    pw.switch_graphs(compiled, False)
+    with pytest.raises(pw.ContractError, match="switched off"):
+        pw.adopt_tuned(compiled)
+    pw.switch_graphs(compiled, True)
+    session = session_of(compiled)
+    made, session.make_inputs = session.make_inputs, lambda descriptor: pw.adopt_tuned(compiled)
+    with pytest.raises(pw.ContractError, match="start none in make_inputs"):
+        pw.adopt_tuned(compiled)
+    session.make_inputs = made
+    assert {t.kept for t in pw.adopt_tuned(compiled)} == {"static"}
+    assert pw.report(compiled).graphs[0].captured_sizes == (16, 8, 4)
+    assert pw.adopt_tuned(compiled) == ()
+
+
 def test_without_a_warm_up_there_are_no_inputs(imitation: Imitation, elsewhere: Elsewhere) -> None:
     compiled = pw.compile(model, compile_sizes=[4], tuning="background", graph_impl="emulated")
     with pytest.raises(pw.ContractError, match="nothing was warmed up"):
@@ -218,3 +243,63 @@ def test_what_another_process_cannot_do_is_said(
     assert "no process can be started" in text
     assert "piece 0 at (4,) is not tuned: no process is left to do it" in text
     same(compiled(rows(4)), scaled(rows(4)), "served")
+
+
+@pytest.fixture
+def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("piecewise_backend.workers._COMMAND", ["/no/such/program"])
+
+
+def test_a_piece_that_stays_here_does_not_keep_others_here(
+    imitation: Imitation,
+    no_process: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And each is warned about once."""
+    original = background.record_piece
+
+    def record_piece(piece: DistinctPiece) -> RecordedPiece:
+        if piece.index == 1:  # the first one to be submitted
+            raise NoContentError("an op without a name")
+        return original(piece)
+
+    monkeypatch.setattr(background, "record_piece", record_piece)
+    compiled = warmed_up(model, tuning="background", compile_sizes=[4, 8])
+    for _ in range(2):
+        assert pw.adopt_tuned(compiled, wait=True) == ()
+    assert caplog.text.count("it depends on an op without a name") == 1
+    for size in (4, 8):
+        assert caplog.text.count(f"piece 0 at ({size},) is not tuned: no process is left") == 1
+
+
+def test_in_another_mode_than_that_of_warm_up_nothing_is_thrown_away(
+    imitation: Imitation, no_process: None, seconds: dict[str, float]
+) -> None:
+    seconds["static"] = 0.5
+    compiled = warmed_up(model, tuning="background", compile_sizes=[4])
+    imitation.decided |= {(piece, (4,)) for piece in range(2)}
+    with torch.enable_grad(), pytest.raises(pw.ContractError, match=r"gradients.*mode of warm-up"):
+        pw.adopt_tuned(compiled, wait=True)
+    assert {t.kept for t in pw.adopt_tuned(compiled)} == {"static"}
+
+
+def test_without_a_usable_cache_dir_it_is_tuned_all_the_same(
+    imitation: Imitation, no_process: None, seconds: dict[str, float], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    options: Any = {"compile_sizes": [4], "cache_dir": tmp_path / "file" / "cache"}
+    with pytest.warns(RuntimeWarning, match="no compilation cache"):
+        compiled = warmed_up(model, tuning="background", **options)
+    imitation.decided |= {(piece, (4,)) for piece in range(2)}
+    assert pw.adopt_tuned(compiled, wait=True)
+
+
+def test_without_a_place_for_temporary_files_nothing_is_tuned(
+    imitation: Imitation, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/no/such/folder")
+    compiled = warmed_up(model, tuning="background", compile_sizes=[4])
+    assert "nothing is tuned in the background: [Errno 2]" in caplog.text
+    assert pw.adopt_tuned(compiled, wait=True) == ()
+    same(compiled(rows(4)), model(rows(4)), "served")
