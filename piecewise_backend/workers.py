@@ -28,7 +28,15 @@ _LENGTH = struct.Struct(">Q")
 _IDLE_SECONDS = 30.0
 # Of one thread: what ends one may end all, such as a device without memory.
 _MOST_PROCESSES = 3
-_COMMAND = [sys.executable, "-m", "piecewise_backend.worker"]
+_MODULE = "piecewise_backend.worker"
+# -P: a module in the working directory is not to be found where the caller does not find it.
+_COMMAND = [sys.executable, "-P", "-m", _MODULE]
+
+
+def is_worker() -> bool:
+    """This process does jobs for another one."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec is not None and spec.name == _MODULE
 
 
 def read_message(stream: IO[bytes]) -> bytes | None:
@@ -146,14 +154,17 @@ class Workers:
             self._processes.discard(process)
 
     def _start(self) -> subprocess.Popen[bytes]:
+        # Python goes past what is no text as well; "" is the working directory.
+        paths = [path or os.curdir for path in sys.path if isinstance(path, str)]
         environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "PYTHONPATH": os.pathsep.join(paths),
             "TORCHINDUCTOR_COMPILE_THREADS": "1",  # each is one of many
         }
         command = [*_COMMAND, str(self._niceness)]
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            process_group=0,  # Ctrl-C is meant for the caller, and what he does ends with him
         )  # fmt: skip
         with self._changed:
             self._processes.add(process)
