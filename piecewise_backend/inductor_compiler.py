@@ -9,6 +9,10 @@ Inductor's coordinate descent happens when a kernel runs for the first time, and
 then is not in the artifact, which is of the time before: each process that loads it would tune
 it again. So a version that was found to be the best is compiled once more, by kernels that begin
 with what was chosen, and this one is stored.
+
+Note [One mode]
+Pieces are compiled at the trace, in captures, aside while they are announced, by other processes:
+under inference mode or not. What is compiled serves all of these, so the key must not differ.
 """
 
 from __future__ import annotations
@@ -164,7 +168,8 @@ class InductorCompiler:
         key: Key | Uncacheable = {}
         if (self._store is not None or self._ahead is not None) and not passes.has_dumps:
             options = patches | passes.patches()
-            key = piece_key(wanted.piece, wanted.numbers, options, special.limits)
+            with _torch.ordinary_tensors():  # See Note [One mode]
+                key = piece_key(wanted.piece, wanted.numbers, options, special.limits)
         if isinstance(key, Uncacheable):
             log.info("piece %d is compiled and not stored: %s", wanted.piece.index, key.reason)
             key = {}
@@ -174,7 +179,8 @@ class InductorCompiler:
         inputs, env = _inputs(job.piece, job.wanted.numbers, job.special.limits)
         self._counters.add(num_inductor_compiles=1)
         patches = {**job.patches, **job.passes.patches(anew=anew)}
-        call = _torch.compile_with_inductor(job.piece.module, inputs, env, patches, anew=anew)
+        with _torch.ordinary_tensors():  # See Note [One mode]
+            call = _torch.compile_with_inductor(job.piece.module, inputs, env, patches, anew=anew)
         conditions = env.conditions()
         records = job.passes.records()
         return Version(call, lambda sizes: env.holds(conditions, sizes), conditions, records)

@@ -176,6 +176,22 @@ def test_what_is_stored_is_not_compiled_ahead(tmp_path: Path) -> None:
     assert ahead._workers is None
 
 
+def test_the_mode_of_calls_is_no_matter(tmp_path: Path) -> None:
+    """Versions are announced in the mode of the user's call, and wanted in captures."""
+    counters, piece = pw.CompilationCounter(), first_piece(scaled)
+    compiler = InductorCompiler({}, counters, store=ArtifactStore(tmp_path))
+    compiler.recall(piece, (6,), [STATIC], lambda: b"decided", len)
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+        with mode():
+            assert compiler.is_decided(piece, (6,), [STATIC])
+            version = compiler.compile(piece, (6,))
+    assert (counters.num_inductor_compiles, counters.num_artifacts_loaded) == (1, 2)
+    for mode in (torch.inference_mode, torch.enable_grad):
+        with mode():
+            (got, *_) = version.call(6, rows(6))
+            same(got, piece.module(6, rows(6))[0], "whatever it was compiled under")
+
+
 def test_none_if_the_user_wants_none(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
     monkeypatch.setattr("piecewise_backend.workers.Workers._start", started.append)
