@@ -56,6 +56,9 @@ class Ahead:
                 self._start(one)
             except NoContentError as error:
                 log.info("piece %d is not compiled ahead: it depends on %s", one.piece.index, error)
+            except OSError as error:  # no temporary directory
+                log.info("nothing is compiled ahead: %s", error)
+                return
 
     def _start(self, one: Wanted) -> None:
         if _name(one) in self._begun:
@@ -85,7 +88,7 @@ class Ahead:
 
     def _make_workers(self) -> Workers:
         self._store = temporary_store()
-        workers = Workers(self._make_setup(self._store.root).to_bytes(), self._most)
+        workers = Workers(self._make_setup(self._store.root).as_message(), self._most)
         weakref.finalize(self, workers.close)
         return workers
 

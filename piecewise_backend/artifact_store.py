@@ -257,8 +257,18 @@ def open_store(root: Path, *, max_bytes: int = MAX_BYTES) -> ArtifactStore | Non
 
 
 def temporary_store() -> ArtifactStore:
-    """A store for processes that work for this one, which goes with it."""
+    """A store for processes that work for this one, which goes with it.
+
+    Raises:
+        OSError: there is no place for temporary files.
+    """
     made = Path(tempfile.mkdtemp(prefix="piecewise-"))
     store = ArtifactStore(made)
-    weakref.finalize(store, shutil.rmtree, made, ignore_errors=True)
+    weakref.finalize(store, _remove_own, made, os.getpid())
     return store
+
+
+def _remove_own(folder: Path, owner: int) -> None:
+    """A process that was forked from its owner ends without it."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)

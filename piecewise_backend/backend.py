@@ -35,6 +35,7 @@ from piecewise_backend.session import Session
 from piecewise_backend.splitting import split_graph
 from piecewise_backend.steps import SplitGraph
 from piecewise_backend.uncut import leave_uncut
+from piecewise_backend.workers import is_worker
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +88,9 @@ def make_runtime(
     Raises:
         SplitError: the graph cannot be cut, or spans devices.
         ConfigError: a splitting op that does not exist, or graphs that its device has not.
-        ContractError: gradients are required.
+        ContractError: gradients are required, or this process compiles for another one.
     """
+    _refuse_in_worker()
     _refuse_gradients(gm, example_inputs)
     _refuse_cuda_graphs_elsewhere(config, example_inputs)
     counters = CompilationCounter(parent=compilation_counter)
@@ -182,6 +184,16 @@ def _refuse_sealed(session: Session, gm: fx.GraphModule) -> None:
             f"the model is sealed but this call would trace it again, with inputs {shapes}; "
             "warm up with such inputs and in the mode of this call (torch.no_grad or "
             "torch.inference_mode), or mark what varies with torch._dynamo.mark_dynamic"
+        )
+
+
+def _refuse_in_worker() -> None:
+    """Processes that compile ahead would start such processes, without end."""
+    if is_worker():
+        raise ContractError(
+            "a module with an op or pass of the model runs a compiled model as soon as it is "
+            "imported, so that processes that compile or tune pieces would do so too; run it in a "
+            "function that the program calls"
         )
 
 

@@ -79,7 +79,7 @@ class BackgroundTuning:
         message = message_of(job)
         if self._workers is None:
             # One: what is timed would be slower beside another that is.
-            self._workers = Workers(self._make_setup().to_bytes(), 1, niceness=_NICENESS)
+            self._workers = Workers(self._make_setup().as_message(), 1, niceness=_NICENESS)
             weakref.finalize(self, self._workers.close)
         self._left[name] = one, graph.compiler.asks_for(piece, one.numbers, one.tried)
         self._workers.submit(name, message)

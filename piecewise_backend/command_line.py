@@ -92,10 +92,11 @@ def _summary(record: Record | Damaged | None) -> str:
         return f"{what} of {str(known['trace']['function']).split()[0]}, {device}, torch {version}"
     if "kernel choices of" in known:
         return f"what the kernels of artifact {known['kernel choices of'][:16]} chose when they ran"
+    kind = "decision for " if "decision among" in known else ""
     nodes = len(known["piece"].get("nodes", ()))
     conditions = " and ".join(record.about.get("conditions", ()))
     where = f" where {conditions}" if conditions else ""
-    return f"{nodes} nodes at sizes {known['sizes']}{where}, {device}, torch {version}"
+    return f"{kind}{nodes} nodes at sizes {known['sizes']}{where}, {device}, torch {version}"
 
 
 def _ago(seconds: float) -> str:

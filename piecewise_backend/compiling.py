@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from piecewise_backend.jobs import Setup
 from piecewise_backend.passes import PassList
 from piecewise_backend.pools import pool_maker
 from piecewise_backend.sizes import Sizes
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,5 +100,10 @@ def _store(config: Config) -> ArtifactStore | None:
     store = None
     if config.cache_dir is not None:
         store = open_store(config.cache_dir, max_bytes=config.max_cache_size)
-    # What another process finds out has to lie somewhere.
-    return temporary_store() if store is None and config.tuning == "background" else store
+    if store is not None or config.tuning != "background":
+        return store
+    try:
+        return temporary_store()
+    except OSError as error:
+        log.warning("nothing is tuned in the background: %s", error)
+        return None

@@ -9,6 +9,10 @@ Inductor's coordinate descent happens when a kernel runs for the first time, and
 then is not in the artifact, which is of the time before: each process that loads it would tune
 it again. So a version that was found to be the best is compiled once more, by kernels that begin
 with what was chosen, and this one is stored.
+
+Note [One mode]
+Pieces are compiled at the trace, in captures, aside while they are announced, by other processes:
+under inference mode or not. What is compiled serves all of these, so the key must not differ.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from piecewise_backend.cache_key import Uncacheable, piece_key
 from piecewise_backend.canonical import DistinctPiece
 from piecewise_backend.compiler import AS_TRACED, CompilesAhead, Specialization, Wanted
 from piecewise_backend.counters import CompilationCounter
+from piecewise_backend.decisions import decision_key, found_at
 from piecewise_backend.fakes import piece_inputs
 from piecewise_backend.kernel_choices import NotesChoices, restore_choices, store_choices
 from piecewise_backend.passes import PassList, Write, extended
@@ -174,7 +179,8 @@ class InductorCompiler:
         key: Key | Uncacheable = {}
         if (self._store is not None or self._ahead is not None) and not passes.has_dumps:
             options = patches | passes.patches()
-            key = piece_key(wanted.piece, wanted.numbers, options, special.limits)
+            with _torch.ordinary_tensors():  # See Note [One mode]
+                key = piece_key(wanted.piece, wanted.numbers, options, special.limits)
         if isinstance(key, Uncacheable):
             log.info("piece %d is compiled and not stored: %s", wanted.piece.index, key.reason)
             key = {}
@@ -185,7 +191,8 @@ class InductorCompiler:
         inputs, env = _inputs(job.piece, job.wanted.numbers, job.special.limits)
         self._counters.add(num_inductor_compiles=1)
         patches = {**job.patches, **job.passes.patches(anew=anew)}
-        call = _torch.compile_with_inductor(job.piece.module, inputs, env, patches, anew=anew)
+        with _torch.ordinary_tensors():  # See Note [One mode]
+            call = _torch.compile_with_inductor(job.piece.module, inputs, env, patches, anew=anew)
         conditions = env.conditions()
         records = job.passes.records()
         return Version(call, lambda sizes: env.holds(conditions, sizes), conditions, records)
@@ -243,7 +250,7 @@ class InductorCompiler:
             decision = decide()
             return Made(load(decision), Content(decision, {"sizes": sizes}))
 
-        return self._store.fetch(key, make, lambda content: load(content.artifact), _about(sizes))
+        return self._store.fetch(key, make, lambda content: load(content.artifact), found_at(sizes))
 
     def asks_for(
         self, piece: DistinctPiece, numbers: Numbers, tried: Sequence[Specialization]
@@ -254,26 +261,13 @@ class InductorCompiler:
         if store is None or key is None:
             return lambda: False
         sizes = list(numbers[: num_sizes(piece)])
-        return lambda: store.find(key, lambda content: True, _about(sizes)) is not None
+        return lambda: store.find(key, lambda content: True, found_at(sizes)) is not None
 
     def _decision_key(
         self, piece: DistinctPiece, numbers: Numbers, tried: Sequence[Specialization]
     ) -> Key | None:
         key = self._job(Wanted(piece, numbers)).key
-        wanted = {
-            one.name: {
-                "options": {name: str(value) for name, value in one.options.items()},
-                "limits": {str(i): list(between) for i, between in one.limits.items()},
-                "passes": PassList(one.passes).key() if one.passes else None,
-            }
-            for one in tried
-        }
-        return {**key, "decision among": wanted, "under": self._graphs} if key else None
-
-
-def _about(sizes: list[int]) -> Callable[[Mapping[str, Any]], bool]:
-    """It was found out at these sizes."""
-    return lambda about: bool(about["sizes"] == sizes)
+        return decision_key(key, tried, self._graphs) if key else None
 
 
 def _inputs(

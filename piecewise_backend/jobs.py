@@ -55,13 +55,13 @@ class Setup:
     graphs: str
     """The kind of graphs that versions are compared under."""
 
-    def to_bytes(self) -> bytes:
-        """The first message to a process.
+    def as_message(self) -> bytes:
+        """For another process.
 
         Raises:
-            NoContentError: it has something that the other one could not make again.
+            NoContentError: a pass that the other one could not make again.
         """
-        return to_bytes(self, is_for_another_program=True)
+        return to_bytes(self, same_program=False)
 
     def compiler(self) -> InductorCompiler:
         """What compiles like the one of the process that made this."""
@@ -113,7 +113,7 @@ def message_of(job: CompileJob | TuneJob) -> bytes:
     Raises:
         NoContentError: it has something that the other one could not make again.
     """
-    return to_bytes((job.piece.modules, to_bytes(job, is_for_another_program=True)))
+    return to_bytes((job.piece.modules, to_bytes(job, same_program=False)))
 
 
 def job_of(message: bytes) -> CompileJob | TuneJob:

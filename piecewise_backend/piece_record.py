@@ -90,25 +90,20 @@ def made_up_inputs(piece: DistinctPiece, numbers: Sequence[int]) -> list[Any]:
     for position, (ref, value) in enumerate(zip(piece.inputs, made, strict=True)):
         if isinstance(ref, Constant) and isinstance(ref.value, torch.Tensor):
             made[position] = ref.value
-        elif isinstance(value, torch.Tensor):
-            written = _once(value)
-            written.copy_(
-                _noise(written) if written.is_floating_point() else torch.zeros_like(written)
-            )
+        elif isinstance(value, torch.Tensor) and value.numel() > 0:
+            _fill(value)
     return made
 
 
-def _once(value: torch.Tensor) -> torch.Tensor:
-    """Each element of an expanded tensor once: what is one in memory can be written once."""
-    for dim, step in enumerate(value.stride()):
-        if step == 0:
-            value = value.narrow(dim, 0, min(value.shape[dim], 1))
-    return value
-
-
-def _noise(like: torch.Tensor) -> torch.Tensor:
-    wide = torch.empty(like.shape, dtype=torch.float32, device=like.device)
-    return wide.normal_(std=_DEVIATION)
+def _fill(tensor: torch.Tensor) -> None:
+    """All memory that it spans: of one that was expanded no element could be written by itself."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    memory = tensor.as_strided((1 + sum((size - 1) * step for size, step in steps),), (1,))
+    if not tensor.is_floating_point():
+        memory.zero_()
+        return
+    wide = torch.empty(memory.shape, dtype=torch.float32, device=memory.device)
+    memory.copy_(wide.normal_(std=_DEVIATION))
 
 
 def _modules(piece: DistinctPiece) -> set[str]:

@@ -16,7 +16,7 @@ import io
 import marshal
 import pickle
 from types import CodeType, FunctionType, ModuleType
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,12 +27,16 @@ from piecewise_backend.passes.keys import NoContentError
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: IO[bytes], *, is_for_another_program: bool) -> None:
-        super().__init__(file, protocol=5)
-        self._without_main = is_for_another_program
+    def __init__(self, buffer: io.BytesIO, *, same_program: bool) -> None:
+        super().__init__(buffer, protocol=5)
+        self._same_program = same_program
 
     def persistent_id(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor | nn.Module):
+        if isinstance(obj, FunctionType | type) and obj.__module__ == "__main__":
+            # The main module of another program may have something else by that name.
+            if not self._same_program:
+                raise NoContentError(f"{obj.__qualname__} of the program that was started")
+        elif isinstance(obj, torch.Tensor | nn.Module):
             raise NoContentError(f"a {type(obj).__qualname__}")
         if isinstance(obj, OpOverload):
             return "overload", obj._schema.name, obj._overloadname
@@ -42,8 +46,6 @@ class _Pickler(pickle.Pickler):
             raise NoContentError(f"{obj}, a higher-order operator")
         if isinstance(obj, ModuleType):
             return "module", obj.__name__
-        if self._without_main and getattr(obj, "__module__", None) == "__main__":
-            raise NoContentError(f"{obj!r}, of the program that was started")
         if isinstance(obj, FunctionType) and obj in PLACES:
             return "spelling", *PLACES[obj]
         return ("code", marshal.dumps(obj)) if isinstance(obj, CodeType) else None
@@ -71,18 +73,18 @@ def _packet(name: str) -> OpOverloadPacket:
     return found
 
 
-def to_bytes(value: object, *, is_for_another_program: bool = False) -> bytes:
+def to_bytes(value: object, *, same_program: bool = True) -> bytes:
     """What is made of names and numbers, as bytes.
 
     Args:
-        is_for_another_program: whose main module is not that of this one.
+        same_program: who reads it was started like this process.
 
     Raises:
         NoContentError: something in it has no name.
     """
     buffer = io.BytesIO()
     try:
-        _Pickler(buffer, is_for_another_program=is_for_another_program).dump(value)
+        _Pickler(buffer, same_program=same_program).dump(value)
     except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
         raise NoContentError(f"something that cannot be stored ({error})") from None
     return buffer.getvalue()

@@ -28,8 +28,11 @@ def main() -> None:
     niceness, descriptor = map(int, sys.argv[1:])
     os.nice(niceness)
     answers = os.fdopen(descriptor, "w")
+    stream = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
+    with open(os.devnull) as nothing:  # for what is imported and asks the user something
+        os.dup2(nothing.fileno(), sys.stdin.fileno())
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    for function, given in ((_read, (messages,)), (_watch, (os.getppid(),))):
+    for function, given in ((_read, (stream, messages)), (_watch, (os.getppid(),))):
         threading.Thread(target=function, args=given, daemon=True).start()
     setup: Setup = from_bytes(messages.get())
     with _torch.under_settings(setup.settings, setup.device):
@@ -47,9 +50,8 @@ def _done(message: bytes, setup: Setup) -> str | None:
     return None
 
 
-def _read(messages: queue.SimpleQueue[bytes]) -> None:
+def _read(stream: IO[bytes], messages: queue.SimpleQueue[bytes]) -> None:
     """Take messages in the middle of jobs as well: their end is to be seen at once."""
-    stream: IO[bytes] = sys.stdin.buffer
     while (message := read_message(stream)) is not None:
         messages.put(message)
     os._exit(0)

@@ -30,7 +30,14 @@ _LENGTH = struct.Struct(">Q")
 _MOST_FAILED = 3
 _MOST_SAID = 2048  # bytes of what a process printed that are looked at
 # -P: what lies in the current directory is nobody's business, as it is not for a script.
-_COMMAND = [sys.executable, "-P", "-m", "piecewise_backend.worker"]
+_MODULE = "piecewise_backend.worker"
+_COMMAND = [sys.executable, "-P", "-m", _MODULE]
+
+
+def is_worker() -> bool:
+    """This process does jobs for another one."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec is not None and spec.name == _MODULE
 
 
 def read_message(stream: IO[bytes]) -> bytes | None:
@@ -183,7 +190,8 @@ class _Process:
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `close`
         answers, its_end = os.pipe()
         self._answers = os.fdopen(answers, "rb")
-        path = (entry or os.getcwd() for entry in sys.path)
+        # Python goes past what is no text as well; "" is the working directory.
+        path = [entry or os.curdir for entry in sys.path if isinstance(entry, str)]
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(path),
             "TORCHINDUCTOR_COMPILE_THREADS": "1",  # each is one of many
@@ -192,6 +200,7 @@ class _Process:
             self._popen = subprocess.Popen(
                 [*_COMMAND, str(niceness), str(its_end)], env=environment, pass_fds=[its_end],
                 stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._said,
+                process_group=0,  # Ctrl-C is meant for the caller, and what he does ends with him
             )  # fmt: skip
         except OSError:
             self._answers.close()

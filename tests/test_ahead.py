@@ -128,6 +128,36 @@ def test_what_cannot_be_sent_is_compiled_here(
     assert compiled_here == [piece.module]
 
 
+def test_a_piece_that_cannot_be_sent_does_not_keep_others_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("piecewise_backend.workers._COMMAND", ["/no/such/program"])
+
+    def one_has_names_that_differ(x: Tensor) -> Tensor:
+        x = out_attn(x, x, x)
+        for index in range(3):
+            x = out_attn(named(x, f"layer.{index}") * 2, x, x)
+        return x.cos()
+
+    *_, differing, last = pieces_of(one_has_names_that_differ, rows(6))
+    ahead = ahead_with(PassList(()), {})
+    ahead.start([Wanted(piece, numbers_of(piece)) for piece in (differing, last)])
+    assert ahead._workers is not None
+    ahead._workers.wait()
+    assert {index for index, *_ in ahead._workers.failures} == {last.index}
+
+
+def test_without_a_place_for_temporary_files_it_is_compiled_here(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/no/such/folder")
+    ahead, piece = ahead_with(PassList(()), {}), first_piece(scaled)
+    with caplog.at_level(logging.INFO, "piecewise_backend.ahead"):
+        ahead.start([Wanted(piece, (6,))])
+    assert "nothing is compiled ahead: [Errno 2]" in caplog.text
+    assert ahead._workers is None
+
+
 @pytest.mark.parametrize("patches", [{}, {"max_autotune": True}])
 def test_what_is_timed_while_it_compiles_is_not_compiled_ahead(patches: dict[str, object]) -> None:
     ahead, piece = ahead_with(PassList(()), patches), first_piece(scaled)
@@ -144,6 +174,22 @@ def test_what_is_stored_is_not_compiled_ahead(tmp_path: Path) -> None:
     compiler = InductorCompiler({}, pw.CompilationCounter(), store=store, ahead=ahead)
     compiler.prepare([Wanted(piece, (6,)), Wanted(piece, (9,))])
     assert ahead._workers is None
+
+
+def test_the_mode_of_calls_is_no_matter(tmp_path: Path) -> None:
+    """Versions are announced in the mode of the user's call, and wanted in captures."""
+    counters, piece = pw.CompilationCounter(), first_piece(scaled)
+    compiler = InductorCompiler({}, counters, store=ArtifactStore(tmp_path))
+    compiler.recall(piece, (6,), [STATIC], lambda: b"decided", len)
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+        with mode():
+            assert compiler.is_decided(piece, (6,), [STATIC])
+            version = compiler.compile(piece, (6,))
+    assert (counters.num_inductor_compiles, counters.num_artifacts_loaded) == (1, 2)
+    for mode in (torch.inference_mode, torch.enable_grad):
+        with mode():
+            (got, *_) = version.call(6, rows(6))
+            same(got, piece.module(6, rows(6))[0], "whatever it was compiled under")
 
 
 def test_none_if_the_user_wants_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -267,3 +267,60 @@ def test_what_another_process_cannot_do_is_said(
     assert "no process can be started" in text
     assert "piece 0 at (4,) is not tuned: no process is left to do it" in text
     same(compiled(rows(4)), scaled(rows(4)), "served")
+
+
+@pytest.fixture
+def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("piecewise_backend.workers._COMMAND", ["/no/such/program"])
+
+
+def test_without_a_usable_cache_dir_it_is_tuned_all_the_same(
+    imitation: Imitation, no_process: None, seconds: dict[str, float], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    options: Any = {"compile_sizes": [4], "cache_dir": tmp_path / "file" / "cache"}
+    with pytest.warns(RuntimeWarning, match="no compilation cache"):
+        compiled = warmed_up(model, tuning="background", **options)
+    imitation.decided |= {(piece, (4,)) for piece in range(2)}
+    assert pw.adopt_tuned(compiled, wait=True)
+
+
+def test_without_a_place_for_temporary_files_nothing_is_tuned(
+    imitation: Imitation, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/no/such/folder")
+    compiled = warmed_up(model, tuning="background", compile_sizes=[4])
+    assert "nothing is tuned in the background: [Errno 2]" in caplog.text
+    assert pw.adopt_tuned(compiled, wait=True) == ()
+    same(compiled(rows(4)), model(rows(4)), "served")
+
+
+def test_what_could_not_be_taken_is_taken_later(
+    imitation: Imitation, elsewhere: Elsewhere, seconds: dict[str, float]
+) -> None:
+    seconds["static"] = 0.5
+    compiled = warmed_up(model, tuning="background", compile_sizes=[4])
+    decide(imitation, elsewhere, 4)
+    pw.switch_graphs(compiled, False)
+    with pytest.raises(pw.ContractError, match="switched off"):
+        pw.adopt_tuned(compiled)
+    pw.switch_graphs(compiled, True)
+    session = session_of(compiled)
+    made, session.make_inputs = session.make_inputs, lambda descriptor: pw.adopt_tuned(compiled)
+    with pytest.raises(pw.ContractError, match="start none in make_inputs"):
+        pw.adopt_tuned(compiled)
+    session.make_inputs = made
+    assert {t.kept for t in pw.adopt_tuned(compiled)} == {"static"}
+    assert pw.report(compiled).graphs[0].captured_sizes == (16, 8, 4)
+    assert pw.adopt_tuned(compiled) == ()
+
+
+def test_in_another_mode_than_that_of_warm_up(
+    imitation: Imitation, no_process: None, seconds: dict[str, float]
+) -> None:
+    """It is done in that of warm-up, which a thread of its own need not be in."""
+    seconds["static"] = 0.5
+    compiled = warmed_up(model, tuning="background", compile_sizes=[4])
+    imitation.decided |= {(piece, (4,)) for piece in range(2)}
+    with torch.enable_grad():
+        assert {t.kept for t in pw.adopt_tuned(compiled, wait=True)} == {"static"}

@@ -1140,6 +1140,37 @@ def test_stance_force_eager() -> None:
     assert num_replays(compiled.report()) == before + 1
 
 
+def test_graphs_serve_while_another_thread_compiles_something_else() -> None:
+    compiled = warmed(Decoder())
+    before = num_replays(compiled.report())
+    is_compiling, may_end = threading.Event(), threading.Event()
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        is_compiling.set()
+        assert may_end.wait(60)
+        return gm.forward
+
+    other = threading.Thread(target=torch.compile(torch.sin, backend=backend), args=(rows(2),))
+    other.start()
+    assert is_compiling.wait(60)
+    compiled(rows(4))
+    may_end.set()
+    other.join()
+    assert num_replays(compiled.report()) == before + 1
+
+
+def test_an_export_looks_at_the_original() -> None:
+    class Outer(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return compiled(x) + 1
+
+    compiled = pw.compile(torch.nn.Tanh(), compiler="eager", graph_impl="emulated")
+    compiled(rows(4))
+    exported = torch.export.export(Outer(), (rows(4),), strict=False)
+    same(exported.module()(rows(4)), rows(4).tanh() + 1, "exported")
+    assert "aten.tanh" in exported.graph_module.code
+
+
 def test_dynamo_reset() -> None:
     model = Decoder()
     compiled = compile(model)

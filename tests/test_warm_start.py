@@ -19,8 +19,8 @@ from piecewise_backend import cache_entry
 from piecewise_backend.artifact_store import ArtifactStore, Fetched, Made
 from piecewise_backend.cache_contents import entries
 from piecewise_backend.cache_entry import ARTIFACT, Content
-from piecewise_backend.compiler import InductorCompiler
 from piecewise_backend.errors import ConfigError
+from piecewise_backend.inductor_compiler import InductorCompiler
 from piecewise_backend.version import Version, loaded, stored
 from tests.helpers import Decoder, compile, mark_dynamic, rows, same
 from tests.test_canonical import instances

@@ -11,9 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from piecewise_backend import workers
+from piecewise_backend import _torch, workers
+from piecewise_backend.jobs import Setup
+from piecewise_backend.trace_bytes import to_bytes
 from piecewise_backend.workers import Workers
+
+CPU = torch.device("cpu")
 
 # Stands for `piecewise_backend.worker`, without torch: a job is a line of Python.
 WORKER = """
@@ -184,6 +189,43 @@ def _is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+class Nothing:
+    """A job."""
+
+    def run(self, setup: Setup) -> None:
+        """Do it."""
+
+
+def test_what_is_imported_in_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found where this process finds it, and nowhere else; it may ask for input, and not start
+    such processes itself."""
+    (tmp_path / "queue.py").write_text("raise SystemExit('this is no module of the program')")
+    (tmp_path / "asks.py").write_text("import sys\nassert sys.stdin.read() == ''")
+    (tmp_path / "runs.py").write_text(
+        "import torch\n"
+        "function = torch.compile(torch.sin, backend='piecewise', options={'compiler': 'eager'})\n"
+        "function(torch.ones(4))"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, "", tmp_path])
+    settings = _torch.settings_of_process(CPU)
+    pool = Workers(Setup(CPU, settings, {}, (), False, tmp_path, 2**30).as_message(), 1)
+    for module in ("asks", "runs"):
+        pool.submit(module, to_bytes(((module,), to_bytes(Nothing()))))
+    pool.wait()
+    pool.close()
+    assert list(pool.failures) == ["runs"]
+    assert pool.failures["runs"].startswith("ContractError: a module with an op or pass")
+
+
+def test_an_interrupt_is_for_the_caller(make: Callable[..., Workers], tmp_path: Path) -> None:
+    pool = make()
+    write = "open(folder + '/group', 'w').write(str(os.getpgrp()))"
+    pool.submit("a", job("a", write))
+    pool.wait()
+    assert int((tmp_path / "group").read_text()) != os.getpgrp()
 
 
 def test_a_message_that_is_cut_off_is_none(tmp_path: Path) -> None:

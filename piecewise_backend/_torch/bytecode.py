@@ -234,9 +234,12 @@ def original_is_wanted() -> bool:
     """`torch.compiler.set_stance("force_eager")` is in effect, or an export looks at the model.
 
     There is no public getter of the stance. `torch.compiler.is_compiling` has the flag, and
-    calls something before.
+    calls something before. The flag is of the process, and the modes that look at calls are of
+    the thread: another one that compiles something does not switch this one off.
     """
-    return _eval_frame._stance.stance == "force_eager" or torch.compiler._is_compiling_flag
+    if _eval_frame._stance.stance == "force_eager":
+        return True
+    return torch.compiler._is_compiling_flag and torch._C._len_torch_dispatch_stack() > 0
 
 
 def forget_traces(code: CodeType) -> None:
