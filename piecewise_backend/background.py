@@ -108,7 +108,8 @@ class BackgroundTuning:
 
     def _give_up(self, name: Name) -> None:
         assert self._workers is not None
-        # If it has not failed: a pass or an op is another one there. See the keys in the cache.
-        reason = self._workers.failures.get(name, "it was done under another key")
+        # A pass or an op may be another one there: see the keys in the cache.
+        unknown = "what was found was not stored, or under another key"
+        reason = self._workers.failures.get(name, unknown)
         log.warning("piece %d at %s is not tuned: %s", *name, reason)
         del self._left[name]

@@ -183,7 +183,7 @@ def test_the_mode_of_calls_is_no_matter(tmp_path: Path) -> None:
     compiler.recall(piece, (6,), [STATIC], lambda: b"decided", len)
     for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
         with mode():
-            assert compiler.is_decided(piece, (6,), [STATIC])
+            assert compiler.asks_for(piece, (6,), [STATIC])()
             version = compiler.compile(piece, (6,))
     assert (counters.num_inductor_compiles, counters.num_artifacts_loaded) == (1, 2)
     for mode in (torch.inference_mode, torch.enable_grad):

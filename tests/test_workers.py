@@ -211,7 +211,7 @@ def test_what_is_imported_in_a_process(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, "", tmp_path])
     settings = _torch.settings_of_process(CPU)
-    pool = Workers(Setup(CPU, settings, {}, (), False, tmp_path, 2**30).as_message(), 1)
+    pool = Workers(Setup(CPU, settings, {}, (), False, tmp_path, 2**30, "").as_message(), 1)
     for module in ("asks", "runs"):
         pool.submit(module, to_bytes(((module,), to_bytes(Nothing()))))
     pool.wait()
