@@ -116,8 +116,9 @@ class BackgroundTuning:
             if graph.compiler.is_decided(graph.pieces[one.index], one.numbers, one.tried):
                 decided.add(one.num_tokens)
             elif is_done:
-                # Or it has other settings, another version of an op: see the keys in the cache.
-                reason = self._workers.failures.get(name, "it was done under another key")
+                # It has other settings, say, or another version of an op: see the keys there.
+                unknown = "what was found was not stored, or under another key"
+                reason = self._workers.failures.get(name, unknown)
                 log.warning("piece %d at %s is not tuned: %s", *name, reason)
                 self._left.pop(name, None)
             else:
