@@ -1,17 +1,19 @@
 """How long is the first call, against `torch.compile`?
 
 In:  nothing.
-Out: seconds from `torch.compile(model)` to the first result, of ours and of the default backend,
-     at 32 layers (bar: ours <= 0.3 x) and at 8, for static and for dynamic traces; and of a second
-     process that finds what a first one stored (bars: ours <= 0.2 x its first, no compilation).
+Out: seconds from compiling a model to the first result, of ours and of the default backend, in a
+     first process and in a second one that finds what the first stored, at several depths. Bars,
+     at 32 layers: ours <= 0.3 x the default; a second process of ours <= 0.2 x its first, with no
+     compilation and no trace.
 
-Each sample is a process of its own with empty Inductor and Triton caches. The model has been
-run eagerly before, so that libraries are loaded and the attention kernel is compiled: what is
-timed is the trace, the compilation and one step. Both are called with the same inputs: as they
-are, which Dynamo traces for the one batch size, and marked dynamic, for every batch size.
+Each sample is a process of its own. The model has been run eagerly before, so that libraries are
+loaded and the attention kernel is compiled: what is timed is the trace, the compilation and one
+step. All are called with the same inputs: as they are, which Dynamo traces for the one batch size,
+and marked dynamic, for every batch size; `pw.compile` always traces for every one.
 
-A second process of ours gets `cache_dir` and nothing else: its Inductor and Triton caches are
-empty again. One of the default backend gets the Inductor and Triton caches that the first filled.
+"piecewise" is `torch.compile(backend="piecewise")` and keeps nothing. "pw.compile" keeps its
+`cache_dir` and nothing else: the Inductor and Triton caches of its second process are empty again.
+A second process of the default backend gets the Inductor and Triton caches that the first filled.
 """
 
 import argparse
@@ -32,13 +34,14 @@ from benchmarks.workload import SHAPES, Workload, shape
 from piecewise_backend.backend import piecewise
 
 MODULE = "benchmarks.compile_time"
-WAYS = ("piecewise", "torch.compile")
+WAYS = ("torch.compile", "piecewise", "pw.compile")
+KEEPING = ("torch.compile", "pw.compile")
 TRACES = ("static", "dynamic")
 BAR_DEPTH = 32
-CASES = ((32, "static"), (32, "dynamic"), (8, "dynamic"))
+CASES = ((32, "static"), (32, "dynamic"), (8, "static"), (80, "static"))
 QUICK_CASES = ((2, "static"), (2, "dynamic"))
 BATCH = 16
-COLUMNS = ("what", "median_s", "samples_s", "build_and_eager_s", "compiles", "loaded")
+COLUMNS = ("what", "median_s", "samples_s", "build_and_eager_s", "compiles", "loaded", "traces")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,8 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for layers, trace in QUICK_CASES if args.quick else CASES:
         if (not args.depths or layers in args.depths) and trace in args.traces:
             compare(layers, trace, args, results)
-            if layers == BAR_DEPTH or args.quick:
-                compare_warm(layers, trace, args, results)
     say(results.summary())
     return 0
 
@@ -63,7 +64,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="a tiny model, one sample")
-    parser.add_argument("--samples", type=int, help="processes per way at 32 layers")
+    parser.add_argument("--samples", type=int, help="first processes per way at 32 layers")
+    parser.add_argument("--ways", choices=WAYS, nargs="+", default=WAYS)
     parser.add_argument("--depths", type=int, nargs="+", help="only these numbers of layers")
     parser.add_argument("--traces", choices=TRACES, nargs="+", default=TRACES)
     parser.add_argument("--output", type=Path)
@@ -79,49 +81,41 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def compare(layers: int, trace: str, args: argparse.Namespace, results: Results) -> None:
-    """Both ways, in turns; only the depth of the bar is sampled repeatedly."""
-    case = f"{layers} layers, {trace}"
-    samples: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    """All ways in turns: a first process each, and a second one of those that keep something."""
+    samples: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for _ in range(args.samples if layers == BAR_DEPTH else 1):
-        for way in WAYS:
+        for way in args.ways:
             with tempfile.TemporaryDirectory(prefix="benchmarks-cache-") as folder:
-                samples[way].append(_run(way, layers, trace, args, Path(folder)))
-            say(f"{way}, {case}: {samples[way][-1]}")
-    rows = [_row(f"{way}, {case}", found) for way, found in samples.items()]
-    results.add(*({"layers": layers, "trace": trace, **row} for row in rows))
-    print_table(rows, COLUMNS)
-    ours, default = rows
-    if "skipped" in ours or "skipped" in default:
-        return
-    ratio = ours["median_s"] / default["median_s"]
-    say(f"  {case}: ours / torch.compile = {ratio:.3f}")
-    if layers == BAR_DEPTH:
-        results.bar(f"first call, {case}: ours / torch.compile", ratio, 0.3)
-
-
-def compare_warm(layers: int, trace: str, args: argparse.Namespace, results: Results) -> None:
-    """Of each way a first process with empty caches, and a second one."""
-    rows: dict[tuple[str, str], Row] = {}
-    for way in WAYS:
-        with tempfile.TemporaryDirectory(prefix="benchmarks-cache-") as folder:
-            for state in ("cold", "warm"):
-                ours = way == "piecewise"
-                caches = Path(folder) / state if ours else Path(folder)
-                kept = Path(folder) / "kept" if ours else None
-                found = _run(way, layers, trace, args, caches, kept)
-                rows[way, state] = _row(f"{way}, {layers} layers, {trace}, {state}", [found])
+                for state in ("cold", "warm") if way in KEEPING else ("cold",):
+                    found = _run(way, layers, trace, args, Path(folder), state)
+                    samples.setdefault((way, state), []).append(found)
+                    say(f"{way}, {layers} layers, {trace}, {state}: {found}")
+    rows = {
+        (way, state): _row(f"{way}, {layers} layers, {trace}, {state}", found)
+        for (way, state), found in samples.items()
+    }
     keys = {"layers": layers, "trace": trace}
-    results.add(*({**keys, "state": state, **row} for (_, state), row in rows.items()))
+    results.add(*({**keys, "way": way, "state": state, **r} for (way, state), r in rows.items()))
     print_table(list(rows.values()), COLUMNS)
-    cold, warm = rows["piecewise", "cold"], rows["piecewise", "warm"]
-    if "skipped" in cold or "skipped" in warm:
-        return
-    where = f"second process, {layers} layers, {trace}"
-    results.bar(f"{where}: compilations", warm["compiles"], 0)
-    ratio = warm["median_s"] / cold["median_s"]
-    say(f"  {where}: warm / cold = {ratio:.3f}")
-    if layers == BAR_DEPTH:
-        results.bar(f"{where}: first call, warm / cold", ratio, 0.2)
+    _judge(f"{layers} layers, {trace}", layers == BAR_DEPTH, rows, results)
+
+
+def _judge(case: str, has_bars: bool, rows: dict[tuple[str, str], Row], results: Results) -> None:
+    done = {which: row for which, row in rows.items() if "skipped" not in row}
+
+    def ratio(what: str, one: tuple[str, str], other: tuple[str, str], limit: float) -> None:
+        if one in done and other in done:
+            found = done[one]["median_s"] / done[other]["median_s"]
+            say(f"  {what}, {case}: {found:.3f}")
+            if has_bars:
+                results.bar(f"{what}, {case}", found, limit)
+
+    ratio("first call: ours / torch.compile", ("piecewise", "cold"), ("torch.compile", "cold"), 0.3)
+    ratio("first call of a second process / of the first", ("pw.compile", "warm"),
+          ("pw.compile", "cold"), 0.2)  # fmt: skip
+    if (warm := done.get(("pw.compile", "warm"))) is not None:
+        results.bar(f"second process: compilations, {case}", warm["compiles"], 0)
+        results.bar(f"second process: traces, {case}", warm["traces"], 0)
 
 
 def _run(
@@ -129,21 +123,22 @@ def _run(
     layers: int,
     trace: str,
     args: argparse.Namespace,
-    caches: Path,
-    cache_dir: Path | None = None,
+    folder: Path,
+    state: str,
 ) -> dict[str, Any]:
     """One sample.
 
     Args:
-        caches: where torch and Triton keep theirs.
-        cache_dir: where we do, if at all.
+        folder: for what is kept.
+        state: "cold" or "warm", of the process.
     """
+    caches = folder / state if way == "pw.compile" else folder
     given = ["--child", way, "--layers", str(layers), "--trace", trace, "--device", args.device]
     given += ["--quick"] if args.quick else []
     env = {
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "TRITON_CACHE_DIR": str(caches / "triton"),
-        "PIECEWISE_CACHE_DIR": str(cache_dir or "off"),
+        "PIECEWISE_CACHE_DIR": str(folder / "kept") if way == "pw.compile" else "off",
     }
     return run_child(MODULE, given, env=env, timeout=args.timeout)
 
@@ -160,6 +155,7 @@ def _row(what: str, found: Sequence[dict[str, Any]]) -> Row:
         "build_and_eager_s": done[0]["eager_seconds"],
         "compiles": done[0]["compiles"],
         "loaded": done[0]["loaded"],
+        "traces": done[0]["traces"],
     }
 
 
@@ -178,19 +174,23 @@ def measure(args: argparse.Namespace) -> Row:
     eager_seconds = time.perf_counter() - started
     for rows in inputs if args.trace == "dynamic" else ():
         torch._dynamo.mark_dynamic(rows, 0)
-    backend = piecewise if args.child == "piecewise" else "inductor"
     started = time.perf_counter()
-    compiled = torch.compile(workload.model, backend=backend, fullgraph=True)
+    if args.child == "pw.compile":
+        compiled = pw.compile(workload.model)
+    else:
+        backend = piecewise if args.child == "piecewise" else "inductor"
+        compiled = torch.compile(workload.model, backend=backend, fullgraph=True)
     compiled(*inputs)
     synchronize(device)
     seconds = time.perf_counter() - started
     ours, torchs = pw.compilation_counter, counters["inductor"]
-    is_ours = args.child == "piecewise"
+    is_ours = args.child != "torch.compile"
     return {
         "seconds": round(seconds, 3),
         "eager_seconds": round(eager_seconds, 3),
         "compiles": ours.num_inductor_compiles if is_ours else torchs["fxgraph_cache_miss"],
         "loaded": ours.num_artifacts_loaded if is_ours else torchs["fxgraph_cache_hit"],
+        "traces": ours.num_graphs_seen if is_ours else counters["stats"]["unique_graphs"],
     }
 
 
