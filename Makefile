@@ -38,6 +38,8 @@ bench: ## benchmarks on a CUDA device, with the environment's own python
 	$(PYTHON) -m benchmarks.modes
 	$(PYTHON) -m benchmarks.fusions
 	$(PYTHON) -m benchmarks.fused_layers
+	$(PYTHON) -m benchmarks.one_row
+	$(PYTHON) -m benchmarks.tuned_sizes
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -39,7 +39,8 @@ class Ahead:
         Args:
             make_setup: called with a directory for what is compiled, when there is something to
                 compile, in the state of the process that it is to be compiled in.
-            num_processes: most of them; None for as many as other cores are there, up to 8.
+            num_processes: most of them; None for as many as other cores are there for each rank
+                on this machine, up to 8.
         """
         self._make_setup = make_setup
         self._most = _default_number() if num_processes is None else num_processes
@@ -98,4 +99,6 @@ def _name(wanted: Wanted) -> Hashable:
 
 
 def _default_number() -> int:
-    return min(len(os.sched_getaffinity(0)) - 1, _MOST)
+    """The other cores, shared with the other ranks of a job that `torchrun` has started here."""
+    num_ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+    return min((len(os.sched_getaffinity(0)) - 1) // num_ranks, _MOST)

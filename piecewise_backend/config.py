@@ -96,7 +96,8 @@ class Config:
 
     compile_workers: int | None = None
     """Processes that compile versions ahead of the one that needs them, where there are many. None:
-    as many as there are other cores, 8 at most. Each takes half a GiB of a GPU meanwhile."""
+    as many as there are other cores for each local rank, 8 at most. Each takes half a GiB of a
+    GPU meanwhile; none are started with `max_graph_memory`."""
 
     tensor_parallel_size: int = 1
     """Sizes that are no multiples of this are dropped."""

@@ -109,7 +109,7 @@ def _restored() -> Iterator[None]:
     ("change", "named"),
     [
         (_default_dtype, "switches.default dtype: 'torch.float32' -> 'torch.float64'"),
-        (_deterministic, "switches.deterministic: False -> True"),
+        (_deterministic, "switches.deterministic.0: False -> True"),
         (_matmul_precision, "switches.matmul.0: 'highest' -> 'high'"),
         (_threads, "machine.threads: "),
         (_inductor, "options.inductor.epilogue_fusion: True -> False"),
