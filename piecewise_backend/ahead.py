@@ -8,7 +8,6 @@ Knows nothing of what a version is for.
 from __future__ import annotations
 
 import logging
-import os
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
@@ -26,32 +25,26 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-# A process on a GPU takes half a GiB of it while it lives.
-_MOST = 8
-
 
 class Ahead:
     """Compiles ahead for one model."""
 
-    def __init__(self, make_setup: Callable[[Path], Setup], num_processes: int | None) -> None:
+    def __init__(self, make_setup: Callable[[Path], Setup], num_processes: int) -> None:
         """Nothing is compiled yet.
 
         Args:
             make_setup: called with a directory for what is compiled, when there is something to
                 compile, in the state of the process that it is to be compiled in.
-            num_processes: most of them; None for as many as other cores are there for each rank
-                on this machine, up to 8.
+            num_processes: most of them, at least one.
         """
         self._make_setup = make_setup
-        self._most = _default_number() if num_processes is None else num_processes
+        self._most = num_processes
         self._store: ArtifactStore | None = None
         self._workers: Workers | None = None
         self._begun: set[Hashable] = set()
 
     def start(self, wanted: Sequence[Wanted]) -> None:
         """Begin with these, the last one first: the caller begins at the other end."""
-        if self._most == 0 or not wanted:
-            return
         for one in wanted:
             try:
                 self._start(one)
@@ -96,9 +89,3 @@ class Ahead:
 
 def _name(wanted: Wanted) -> Hashable:
     return wanted.piece.index, wanted.numbers, wanted.special and wanted.special.name
-
-
-def _default_number() -> int:
-    """The other cores, shared with the other ranks of a job that `torchrun` has started here."""
-    num_ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
-    return min((len(os.sched_getaffinity(0)) - 1) // num_ranks, _MOST)

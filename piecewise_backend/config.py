@@ -94,10 +94,10 @@ class Config:
     large model, or "background": by another process on the same device while the model serves.
     `pw.adopt_tuned` lets what it has found serve."""
 
-    compile_workers: int | None = None
-    """Processes that compile versions ahead of the one that needs them, where there are many. None:
-    as many as there are other cores for each local rank, 8 at most. Each takes half a GiB of a
-    GPU meanwhile; none are started with `max_graph_memory`."""
+    compile_workers: int = 0
+    """Processes that compile versions ahead of the one that needs them: those of `compile_sizes`,
+    and pieces where there are many distinct ones. Each takes a core, and half a GiB of a GPU
+    meanwhile. None are started with `max_graph_memory`, as their memory would count."""
 
     tensor_parallel_size: int = 1
     """Sizes that are no multiples of this are dropped."""
@@ -253,7 +253,7 @@ _INTEGERS = {
     "compile_workers": 0,
 }
 _SIZES = ("cudagraph_capture_sizes", "compile_sizes", "compile_ranges_endpoints")
-_MAY_BE_NONE = ("max_cudagraph_capture_size", "max_graphs", "compile_workers")
+_MAY_BE_NONE = ("max_cudagraph_capture_size", "max_graphs")
 
 
 def _checked(name: str, value: Any) -> Any:

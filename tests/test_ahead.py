@@ -50,12 +50,12 @@ def compiled_here(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def ahead_with(passes: PassList, patches: dict[str, object], most: int | None = 1) -> Ahead:
+def ahead_with(passes: PassList, patches: dict[str, object]) -> Ahead:
     def setup(folder: Path) -> Setup:
         settings = _torch.settings_of_process(CPU)
         return Setup(CPU, settings, patches, passes.passes, False, folder, 2**30, "")
 
-    return Ahead(setup, most)
+    return Ahead(setup, 1)
 
 
 def scaled(x: Tensor) -> Tensor:
@@ -192,28 +192,11 @@ def test_the_mode_of_calls_is_no_matter(tmp_path: Path) -> None:
             same(got, piece.module(6, rows(6))[0], "whatever it was compiled under")
 
 
-@pytest.mark.parametrize(
-    ("num_cores", "num_ranks", "expected"),
-    [(1, None, 0), (2, None, 1), (16, None, 8), (16, "4", 3), (16, "16", 0), (256, "8", 8)],
-)
-def test_as_many_as_other_cores(
-    monkeypatch: pytest.MonkeyPatch, num_cores: int, num_ranks: str | None, expected: int
-) -> None:
-    """Of each rank on the machine."""
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(num_cores)))
-    if num_ranks is None:
-        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    else:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", num_ranks)
-    assert ahead_with(PassList(()), {}, None)._most == expected
-
-
-def test_none_if_the_user_wants_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_none_unless_the_user_wants_some(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
     monkeypatch.setattr("piecewise_backend.workers.Workers.submit", started.append)
     compiled = pw.compile(
         scaled, compile_sizes=[4], cudagraph_capture_sizes=[4, 8], graph_impl="emulated",
-        compile_workers=0,
     )  # fmt: skip
     monkeypatch.setattr("piecewise_backend.candidates.EFFORTS", {"static": EFFORTS["static"]})
     compiled.warmup(lambda descriptor: (rows(descriptor.num_tokens),))
