@@ -147,7 +147,8 @@ def adopt_tuned(compiled: Callable[..., Any], *, wait: bool = False) -> tuple[Tu
         What was found out, and serves now; see also `tunings` in the report.
 
     Raises:
-        ContractError: there was no warm-up whose inputs could be used again, or in another mode.
+        ContractError: there was no warm-up whose inputs could be used again, one is under way, or
+            graphs are switched off.
         Exception: what warm-up raises; the next call tries again.
     """
     session = session_of(compiled)

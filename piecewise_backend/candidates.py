@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from piecewise_backend import _torch
 from piecewise_backend.compiled import CompiledGraph
 from piecewise_backend.compiler import Specialization, Wanted
 from piecewise_backend.config import Config
@@ -116,13 +117,22 @@ def _specializations(
         sizes = numbers[: versions.num_sizes]
         exact = {position: (size, size) for position, size in enumerate(sizes)}
         found += [Specialization(name, how, exact) for name, how in EFFORTS.items()]
-        if num_tokens == 1 and one_row.runs_on(graph.device):
+        is_offered = one_row.runs_on(graph.device) and not _others_start_early(config)
+        if num_tokens == 1 and is_offered:
             found.append(Specialization("one row", _ONE_ROW, exact, one_row_passes()))
     if (between := _range_of(config, num_tokens)) is not None:
         limits = dict.fromkeys(_token_positions(graph, versions), between)
         name = f"coordinate descent, {between[0]} to {between[1]} tokens"
         found.append(Specialization(name, EFFORTS["coordinate descent"], limits))
     return tuple(found)
+
+
+def _others_start_early(config: Config) -> bool:
+    """Kernels of other versions and pieces may run before those in front of them have ended: see
+    Note [Early launch] in `passes.ops.kernels.one_row`."""
+    option = "triton.enable_pdl"
+    of_process = _torch.portable_options()["inductor"].get(option)
+    return bool(dict(config.inductor_compile_config).get(option, of_process))
 
 
 def _range_of(config: Config, num_tokens: int) -> tuple[int, int] | None:

@@ -97,18 +97,15 @@ class Tuner:
         candidates = candidates_of(self._graph, self._config, position, self._sizes)
         if candidates is None:
             return
-        versions, facts = (
-            self._graph.versions[candidates.index],
-            self._graph.facts[candidates.index],
-        )
-        numbers = candidates.numbers
+        graph, index, numbers = self._graph, candidates.index, candidates.numbers
+        versions, facts = graph.versions[index], graph.facts[index]
         sizes = numbers[: versions.num_sizes]
         if versions.is_sealed or sizes in versions.tunings:
             return
         is_elsewhere = self._config.tuning == "background"
         if is_elsewhere and not self._is_decided(candidates):
             return
-        trial = Trial(versions, facts, numbers, inputs, self._make_pool(), self._graph.device)
+        trial = Trial(versions, facts, numbers, inputs, self._make_pool(), graph.device)
         tuning = trial.find_fastest(candidates.tried, compares=is_elsewhere)
         versions.tunings[sizes] = tuning
         log.info("%s", tuning)
@@ -181,9 +178,8 @@ class Trial:
         seconds = replay_seconds(functions, self._pool, self._device)
         if not _is_faster(seconds, name):
             del self.made[name]
-            self.failures[name] = f"it takes {1e6 * seconds[name]:.1f} us here, and as traced " + (
-                f"{1e6 * seconds[AS_TRACED.name]:.1f} us"
-            )
+            its, others = (f"{1e6 * seconds[which]:.1f} us" for which in (name, AS_TRACED.name))
+            self.failures[name] = f"it takes {its} here, and as traced {others}"
 
     def _decide(self, wanted: Sequence[Specialization]) -> Tuning:
         """Make them all, and compare the times of those that can serve."""

@@ -15,13 +15,13 @@ from torch import Tensor
 
 import piecewise_backend as pw
 from examples.llama import Llama, LlamaConfig
-from piecewise_backend import candidates, tuning
+from piecewise_backend import candidates, compiling, tuning
 from piecewise_backend.passes import one_row_passes, register_pass
 from piecewise_backend.passes.ops import one_row
 from tests.fused_ops import EPS, plain_norm
 from tests.helpers import compile
 from tests.post_grad import Rewritten, rewritten
-from tests.test_tuning import tunings
+from tests.test_tuning import Imitation, tunings
 
 ops = torch.ops.piecewise
 DTYPES = (torch.bfloat16, torch.float16)
@@ -294,6 +294,31 @@ def test_one_token_is_served_by_them(tmp_path: Path, monkeypatch: pytest.MonkeyP
             (1,): attempt == "second", (2,): attempt != "first",
         }  # fmt: skip
         assert not any(t.failures for t in found.values())
+
+
+@pytest.mark.usefixtures("_everywhere")
+@pytest.mark.parametrize("others_start_early", [False, True])
+def test_it_is_not_tried_beside_others_that_start_early(
+    monkeypatch: pytest.MonkeyPatch, others_start_early: bool
+) -> None:
+    """Those might read what a kernel before the last has not written yet."""
+    imitation = Imitation()
+    monkeypatch.setattr(compiling.Compiling, "compiler", lambda *args: imitation)
+    monkeypatch.setattr(tuning, "replay_seconds", lambda functions, *_: dict.fromkeys(functions, 1))
+    options = {"triton.enable_pdl": others_start_early}
+    compiled = pw.compile(
+        _sine, graph_impl="emulated", cudagraph_capture_sizes=[1, 2], compile_sizes=[1],
+        inductor_compile_config=options,
+    )  # fmt: skip
+    with torch.no_grad():
+        compiled.warmup(lambda descriptor: (values(descriptor.num_tokens, 8),))
+    names = {name for name, _ in imitation.compiled}
+    assert "static" in names
+    assert ("one row" in names) == (not others_start_early)
+
+
+def _sine(x: Tensor) -> Tensor:
+    return x.sin()
 
 
 def test_a_cpu_has_no_such_version() -> None:

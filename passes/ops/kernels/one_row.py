@@ -19,7 +19,8 @@ weights in front of it, as they hardly change, was 1 to 2 % faster, and wrong fo
 
 A kernel of somebody else's that starts early as well must not read in front of its wait what any
 kernel but the one in front has written: that may be running still. Inductor's kernels with
-`triton.enable_pdl` do, so that versions with these ops are compiled without.
+`triton.enable_pdl` do, so that versions with these ops are compiled without, and are not tried
+where other pieces are compiled with it. A split op that starts early has to keep this by itself.
 """
 
 import functools
