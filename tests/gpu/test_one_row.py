@@ -32,6 +32,12 @@ SHAPES = [
 ]  # fmt: skip
 
 
+STARTS_EARLY = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
+    reason="kernels start early from compute capability 9.0 on",
+)
+
+
 @pytest.fixture(autouse=True)
 def _without_gradients() -> Iterator[None]:
     with torch.no_grad():
@@ -101,10 +107,37 @@ def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     return graph, found
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
-    reason="kernels start early from compute capability 9.0 on",
-)
+@STARTS_EARLY
+@pytest.mark.parametrize("hidden", [64, 1024, 4096])
+def test_a_chain_of_nothing_else(hidden: int) -> None:
+    """Each reads what was written one, two and four kernels before, and its memory is used again:
+    whoever starts early must have waited for all of them."""
+    from piecewise_backend.passes.ops.kernels.one_row import one_row  # noqa: PLC0415  # Triton
+
+    length = 24
+    x, norm = values(1, hidden).cuda(), values(hidden).cuda()
+    square = [weights(hidden, hidden, seed=s).cuda() for s in range(3)]
+
+    def chain(is_early: bool) -> list[Tensor]:
+        found = [x, x, x, x]
+        for number in range(length):
+            weight, addend = square[number % 3], found[-2 if number % 2 else -4]
+            found.append(one_row(found[-1], weight, None, addend, norm, EPS, None, is_early))
+            if number % 5 == 4:  # its memory is free for the next one
+                found[-4:] = [found[-1]] * 4
+        return found[-1:]
+
+    (late, expected), (early, got) = captured(lambda: chain(False)), captured(lambda: chain(True))
+    for _ in range(200):
+        x.normal_()
+        late.replay()
+        wanted = expected[0].clone()
+        got[0].fill_(torch.nan)
+        early.replay()
+        assert torch.equal(got[0], wanted)
+
+
+@STARTS_EARLY
 @pytest.mark.parametrize("hidden", [64, 1024, 4096])
 def test_early_launch_changes_nothing(hidden: int) -> None:
     """A chain of layers in one graph, many times, with new values, bit for bit.
