@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import platform
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch._inductor import codecache
 from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch.utils import _triton
 
 # How many processes compile is the machine's, and of no consequence to what they make.
 _WITHOUT_CONSEQUENCE = {"compile_threads", "worker_log_path", "torchinductor_worker_logpath"}
@@ -83,8 +85,24 @@ def _without_machine(options: dict[str, Any]) -> dict[str, Any]:
 
 def settings_of_process(device: torch.device) -> dict[str, Any]:
     """What a process has set that code depends on, for `under_settings` in another one."""
-    options, switches = portable_options(), numeric_switches(device)
-    return {"options": options, "switches": switches, "threads": torch.get_num_threads()}
+    return {
+        "options": portable_options(),
+        "switches": numeric_switches(device),
+        "threads": torch.get_num_threads(),
+        "toolchain": _toolchain(device),
+    }
+
+
+def _toolchain(device: torch.device) -> str | None:
+    """What Inductor writes into the source of kernels for the Triton that compiles them.
+
+    It depends on the environment at the time when the process asks first, and torch puts its
+    assembler there with the first kernel: a process that is started later gives it another name,
+    and a kernel would be another one there. Ends when kernels are named by what they compute.
+    """
+    if device.type != "cuda" or not _triton.has_triton():
+        return None
+    return _triton.triton_hash_with_backend()
 
 
 @contextlib.contextmanager
@@ -94,6 +112,8 @@ def under_settings(settings: Mapping[str, Any], device: torch.device) -> Iterato
     inductor_config.load_config(settings["options"]["inductor"])
     functorch_config.load_config(settings["options"]["functorch"])
     torch.set_num_threads(settings["threads"])
+    if (toolchain := settings["toolchain"]) is not None:
+        _triton.triton_hash_with_backend = functools.cache(lambda: toolchain)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # whose properties are part of keys
     switches, kind = settings["switches"], device.type
