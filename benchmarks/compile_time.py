@@ -17,6 +17,7 @@ A second process of the default backend gets the Inductor and Triton caches that
 """
 
 import argparse
+import shutil
 import statistics
 import tempfile
 import time
@@ -140,7 +141,10 @@ def _run(
         "TRITON_CACHE_DIR": str(caches / "triton"),
         "PIECEWISE_CACHE_DIR": str(folder / "kept") if way == "pw.compile" else "off",
     }
-    return run_child(MODULE, given, env=env, timeout=args.timeout)
+    found = run_child(MODULE, given, env=env, timeout=args.timeout)
+    if way == "pw.compile":  # what it keeps has paths: they are not to lead a second process here
+        shutil.rmtree(caches, ignore_errors=True)
+    return found
 
 
 def _row(what: str, found: Sequence[dict[str, Any]]) -> Row:

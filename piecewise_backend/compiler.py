@@ -78,8 +78,13 @@ class PieceCompiler(Protocol):
         """A version valid at least for `numbers`, and for no other than `special` says."""
         ...
 
-    def settle(self, piece: DistinctPiece, numbers: Numbers, special: Specialization) -> None:
-        """Keep a version that has run, and was found to be the best, for other processes."""
+    def settle(
+        self, piece: DistinctPiece, numbers: Numbers, special: Specialization
+    ) -> Version | None:
+        """Keep a version that has run, and was found to be the best, for other processes.
+
+        Returns it as they will have it, if that is not as it is.
+        """
         ...
 
     def asks_for(
@@ -113,8 +118,11 @@ class EagerCompiler:
         """The traced graph itself."""
         return Version(piece.module.forward, lambda numbers: None)
 
-    def settle(self, piece: DistinctPiece, numbers: Numbers, special: Specialization) -> None:
+    def settle(
+        self, piece: DistinctPiece, numbers: Numbers, special: Specialization
+    ) -> Version | None:
         """Nothing is kept for others."""
+        return None
 
     def asks_for(
         self, piece: DistinctPiece, numbers: Numbers, tried: Sequence[Specialization]

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import sympy
@@ -70,6 +70,12 @@ class _Job:
         """What is compiled."""
         return self.wanted.piece
 
+    @property
+    def of_kind(self) -> Hashable:
+        """The same for all numbers that a special version serves."""
+        limits = tuple(sorted(self.special.limits.items()))
+        return self.piece.index, self.special.name, limits
+
     def serves(self, about: Mapping[str, Any]) -> bool:
         """What was stored is valid for its sizes."""
         return serves(about, self.wanted.numbers)
@@ -102,8 +108,8 @@ class InductorCompiler:
         self._store = store
         self._ahead = ahead
         self._graphs = graphs
-        self._chosen: dict[tuple[int, str], Mapping[str, str]] = {}
-        """What kernels of special versions chose when they ran, by piece and name."""
+        self._chosen: dict[Hashable, Mapping[str, str]] = {}
+        """What kernels of special versions chose when they ran; see `_Job.of_kind`."""
 
     def prepare(self, wanted: Sequence[Wanted]) -> None:
         """Have those compiled ahead that are not stored, unless that is a matter of timing."""
@@ -150,24 +156,27 @@ class InductorCompiler:
         load = functools.partial(self._load, job)
         self._store.fetch(job.key, lambda: self._make(job), load, job.serves)
 
-    def settle(self, piece: DistinctPiece, numbers: Numbers, special: Specialization) -> None:
+    def settle(
+        self, piece: DistinctPiece, numbers: Numbers, special: Specialization
+    ) -> Version | None:
         """Compile it again with what its kernels chose, and store that. See Note [Settled].
 
         There is nothing to do for one that was loaded.
         """
-        job, chosen = self._job(Wanted(piece, numbers, special)), (piece.index, special.name)
-        store = self._store
-        if store is None or not job.key or chosen not in self._chosen or not _torch.keeps_choices():
-            return
+        job, store = self._job(Wanted(piece, numbers, special)), self._store
+        choices = self._chosen.get(job.of_kind)
+        if store is None or not job.key or choices is None or not _torch.keeps_choices():
+            return None
 
         def make() -> Made[Version]:
             version = self._compile(job, anew=True)
             content = stored(version, piece, is_settled=True)
             if content is not None:
-                store_choices(store, content.artifact, self._chosen[chosen])
+                store_choices(store, content.artifact, choices)
             return Made(version, content)
 
-        store.fetch(job.key, make, functools.partial(self._load, job), job.serves)
+        load = functools.partial(self._load, job)
+        return store.fetch(job.key, make, load, job.serves).value
 
     def _job(self, wanted: Wanted) -> _Job:
         special = wanted.special or AS_TRACED
@@ -228,8 +237,8 @@ class InductorCompiler:
         return dataclasses.replace(version, call=NotesChoices(version.call, keep))
 
     def _to_settle(self, job: _Job) -> Version:
-        version, of = self._compiled(job).value, (job.piece.index, job.special.name)
-        keep = functools.partial(self._chosen.__setitem__, of)
+        version = self._compiled(job).value
+        keep = functools.partial(self._chosen.__setitem__, job.of_kind)
         return dataclasses.replace(version, call=NotesChoices(version.call, keep))
 
     def recall(

@@ -56,10 +56,10 @@ class NotesChoices:
         """What the piece returns."""
         if not self._keep:
             return self._call(*inputs)
-        noted = _torch.num_noted()
-        result = self._call(*inputs)
+        with _torch.noted_choices() as choices:
+            result = self._call(*inputs)
         with contextlib.suppress(IndexError):  # of two threads one was first
-            self._keep.pop()(_torch.choices_since(noted))
+            self._keep.pop()(choices)
         return result
 
 

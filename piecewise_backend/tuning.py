@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -163,7 +164,7 @@ class Trial:
         if tuning.kept in wanted and tuning.kept not in self.made:
             self.make(wanted[tuning.kept])
             if tuning.kept in self.made:  # no process may have kept it, or one has lost it
-                self._versions.settle(self._numbers, wanted[tuning.kept])
+                self._settle(wanted[tuning.kept])
         if compares and tuning.is_remembered and tuning.kept in self.made:
             self._drop_if_slower(tuning.kept)
         if tuning.kept in self.made:
@@ -179,7 +180,7 @@ class Trial:
         if not _is_faster(seconds, name):
             del self.made[name]
             its, others = (f"{1e6 * seconds[which]:.1f} us" for which in (name, AS_TRACED.name))
-            self.failures[name] = f"it takes {its} here, and as traced {others}"
+            self.failures[name] = f"measured again it takes {its}, and as traced {others}"
 
     def _decide(self, wanted: Sequence[Specialization]) -> Tuning:
         """Make them all, and compare the times of those that can serve."""
@@ -188,19 +189,37 @@ class Trial:
         functions = {AS_TRACED.name: self._bound(self._as_traced)}
         functions |= {name: self._bound(version.call) for name, version in self.made.items()}
         seconds = replay_seconds(functions, self._pool, self._device)
-        fastest = min(seconds, key=seconds.__getitem__)
-        kept = fastest if _is_faster(seconds, fastest) else AS_TRACED.name
-        for special in wanted:
-            if special.name == kept:  # before others may know of it
-                self._versions.settle(self._numbers, special)
+        kept = AS_TRACED.name
+        for special in sorted(wanted, key=lambda special: seconds.get(special.name, math.inf)):
+            if special.name in self.made and _is_faster(seconds, special.name):
+                self._settle(special)  # before others may know of it
+                if special.name in self.made:
+                    kept = special.name
+                    break
         times = {name: 1e6 * found for name, found in seconds.items()}
         return Tuning(self._versions.piece.index, self._numbers, kept, times, dict(self.failures))
 
+    def _settle(self, special: Specialization) -> None:
+        """Keep a version for other processes, if as they will have it it can serve and is faster.
+
+        What they will have was compiled once more, so it is tried and measured once more, and
+        serves here as well.
+        """
+        tried = self.made[special.name]
+        self._try(special, lambda: self._versions.settle(self._numbers, special) or tried)
+        if self.made.get(special.name, tried) is not tried:
+            self._drop_if_slower(special.name)
+
     def make(self, special: Specialization) -> None:
         """Make a version, and run it: what tunes itself at the first run does so."""
+        self._try(special, lambda: self._versions.special(self._numbers, special))
+
+    def _try(self, special: Specialization, make: Callable[[], Version]) -> None:
+        """Take what is made for the version of a kind, if it can serve."""
         try:
-            version = self._versions.special(self._numbers, special)
-            fault = self._fault(version.call)
+            version = make()
+            is_known = version is self.made.get(special.name)
+            fault = None if is_known else self._fault(version.call)
         except torch.OutOfMemoryError:
             raise  # which tells nothing of the version: it is not to be remembered
         except Exception as error:
@@ -209,6 +228,7 @@ class Trial:
         if fault is None:
             self.made[special.name] = version
         else:
+            self.made.pop(special.name, None)
             self.failures[special.name] = fault
 
     def _fault(self, call: Call) -> str | None:

@@ -84,9 +84,12 @@ class Versions:
         self.preferred[sizes] = version
         self._chosen = {k: c for k, c in self._chosen.items() if k[: self.num_sizes] != sizes}
 
-    def settle(self, numbers: Numbers, special: Specialization) -> None:
-        """Keep a version of a kind for other processes, now that it has run."""
-        self._compiler.settle(self.piece, numbers, special)
+    def settle(self, numbers: Numbers, special: Specialization) -> Version | None:
+        """Keep a version of a kind for other processes, now that it has run.
+
+        Returns it as they will have it, if that is not as it is.
+        """
+        return self._compiler.settle(self.piece, numbers, special)
 
     def recall(
         self,

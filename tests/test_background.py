@@ -193,7 +193,7 @@ def test_what_is_slower_here_does_not_serve(
     decide(imitation, elsewhere, 4)
     for found in pw.adopt_tuned(compiled):
         assert found.kept == "as traced"
-        assert found.failures == {"static": "it takes 2.0 us here, and as traced 1.0 us"}
+        assert found.failures == {"static": "measured again it takes 2.0 us, and as traced 1.0 us"}
     imitation.runs.clear()
     compiled(rows(4))
     assert {name for name, _ in imitation.runs} == {"as traced"}

@@ -7,6 +7,7 @@ and say themselves how long versions take.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -44,6 +45,8 @@ class Imitation:
         """What another process has decided: pieces and numbers."""
         self.settled: list[tuple[str, tuple[int, ...]]] = []
         """The same of those that were kept for other processes."""
+        self.anew: set[str] = set()
+        """Names of versions that are compiled once more to be kept, as "anew"."""
         self.broken: dict[str, Callable[[Any], Any]] = {}
         """By name, what a version makes of the results."""
 
@@ -71,8 +74,13 @@ class Imitation:
     def asks_for(self, piece: Any, numbers: tuple[int, ...], tried: Any) -> Callable[[], bool]:
         return lambda: (piece.index, numbers) in self.decided
 
-    def settle(self, piece: Any, numbers: tuple[int, ...], special: Specialization) -> None:
+    def settle(
+        self, piece: Any, numbers: tuple[int, ...], special: Specialization
+    ) -> Version | None:
         self.settled.append((special.name, numbers))
+        if special.name not in self.anew:
+            return None
+        return self.compile(piece, numbers, dataclasses.replace(special, name="anew"))
 
     def recall(self, piece: Any, numbers: Any, tried: Any, decide: Any, load: Any) -> Fetched[Any]:
         return Fetched(load(decide()), is_hit=False)
@@ -131,6 +139,55 @@ def test_the_fastest_version_serves(imitation: Imitation, seconds: dict[str, flo
     assert served == {"coordinate descent": {4}, "as traced": {8, 16}}
 
 
+def test_what_other_processes_will_have_serves_here_too(
+    imitation: Imitation, seconds: dict[str, float]
+) -> None:
+    seconds["static"] = 0.5
+    imitation.anew.add("static")
+    compiled = warmed_up()
+    assert [t.kept for t in tunings(compiled)] == ["static", "static"]
+    imitation.runs.clear()
+    same(compiled(rows(4)), model(rows(4)), "served")
+    assert imitation.runs.keys() == {("anew", 4)}
+
+
+def fail(results: Any) -> Any:
+    raise RuntimeError("no valid configuration")
+
+
+@pytest.mark.parametrize(
+    ("broken", "again", "reason"),
+    [
+        (None, 1.0, "measured again it takes 1000000.0 us, and as traced 1000000.0 us"),
+        (lambda results: results[:0], 0.5, "it computes other numbers than the version for all"),
+        (fail, 0.5, "RuntimeError: no valid configuration"),
+    ],
+)
+def test_what_other_processes_would_have_is_tried_and_measured_too(
+    broken: Any, again: float, reason: str, imitation: Imitation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one that is faster than as traced is kept then."""
+
+    def replay_seconds(functions: Any, *_: Any) -> dict[str, float]:
+        is_first = len(functions) > 2
+        taken = {"static": 0.25 if is_first else again, "max-autotune": 0.5}
+        return {name: taken.get(name, 1.0) for name in functions}
+
+    monkeypatch.setattr(tuning, "replay_seconds", replay_seconds)
+    imitation.anew.add("static")
+    if broken is not None:
+        imitation.broken["anew"] = broken
+    compiled = warmed_up()
+    for found in tunings(compiled):
+        assert found.kept == "max-autotune"
+        assert found.failures.keys() == {"static"}
+        assert reason in found.failures["static"]
+    assert [name for name, _ in imitation.settled] == 2 * ["static", "max-autotune"]
+    imitation.runs.clear()
+    same(compiled(rows(4)), model(rows(4)), "served")
+    assert imitation.runs.keys() == {("max-autotune", 4)}
+
+
 def test_the_version_for_all_sizes_serves_where_no_other_is_faster(
     imitation: Imitation, seconds: dict[str, float]
 ) -> None:
@@ -169,9 +226,6 @@ def test_a_version_that_computes_something_else_never_serves(
 
 
 def test_a_version_that_fails_is_left_out(imitation: Imitation, seconds: dict[str, float]) -> None:
-    def fail(results: Any) -> Any:
-        raise RuntimeError("no valid configuration")
-
     seconds["static"] = 0.5
     imitation.broken["static"] = fail
     compiled = warmed_up()

@@ -58,9 +58,8 @@ from piecewise_backend._torch.inductor import (
     mode_patches,
 )
 from piecewise_backend._torch.kernel_choices import (
-    choices_since,
     keeps_choices,
-    num_noted,
+    noted_choices,
     set_choices,
 )
 from piecewise_backend._torch.memory import (
@@ -146,7 +145,6 @@ __all__ = [
     "bound_replay",
     "calling_module",
     "calling_scope",
-    "choices_since",
     "compile_with_inductor",
     "complete_examples",
     "complete_value",
@@ -182,7 +180,7 @@ __all__ = [
     "marked_dims",
     "may_be_same_size",
     "mode_patches",
-    "num_noted",
+    "noted_choices",
     "number_of",
     "numeric_switches",
     "one_trace_for_all_sizes",

@@ -18,7 +18,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses import fake_impls
 from torch.utils import _pytree as pytree
 
-from piecewise_backend._torch.kernel_choices import kernels_made_anew, settled_kernels
+from piecewise_backend._torch.kernel_choices import kernels_made_anew, loaded_kernels
 from piecewise_backend._torch.symbols import SizeEnv, one_trace_for_all_sizes
 
 # One compilation at a time: two overlapping ones would restore what they patch in wrong order.
@@ -132,8 +132,7 @@ def load_artifact(data: bytes, *, is_settled: bool = False) -> Callable[..., Any
     Args:
         is_settled: its kernels are as they are to be, so that they do not tune themselves.
     """
-    settled = settled_kernels() if is_settled else contextlib.nullcontext()
-    with _compiling, _no_triton_kernels(), settled:
+    with _compiling, _no_triton_kernels(), loaded_kernels(are_settled=is_settled):
         return AOTCompiledArtifact.deserialize(data)
 
 

@@ -60,7 +60,8 @@ def test_in_the_background(
     for tuning in found:
         assert tuning.is_remembered
         assert {"as traced", "static", "coordinate descent", "one row"} <= set(tuning.microseconds)
-        assert not tuning.failures
+        # Another program may use the device, now or before.
+        assert all(why.startswith("measured again") for why in tuning.failures.values())
     assert compiled.report().graphs[0].captured_sizes == tuple(sorted(SIZES, reverse=True))
 
 

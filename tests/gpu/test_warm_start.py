@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,9 +24,14 @@ pytestmark = [
 
 
 def in_process(
-    cache: Path, home: Path, num_workers: int, fastest: str, *sizes: int
+    cache: Path, home: Path, num_workers: int, fastest: str, *sizes: int, num_threads: int = 0
 ) -> dict[str, Any]:
-    """What a process did that shares nothing with others but the cache."""
+    """What a process did that shares nothing with others but the cache.
+
+    Args:
+        num_threads: of Inductor's pool, which is ready before anything is compiled; 0 for as many
+            as it likes, when it likes.
+    """
     home.mkdir()
     environment = os.environ | {
         "HOME": str(home),
@@ -34,6 +40,8 @@ def in_process(
         "TRITON_CACHE_DIR": str(home / "triton"),
         "PIECEWISE_COMPILE_WORKERS": str(num_workers),
     }
+    if num_threads:
+        environment |= {"TORCHINDUCTOR_COMPILE_THREADS": str(num_threads), "POOL_IS_READY": "1"}
     command = [
         sys.executable,
         "-m",
@@ -44,27 +52,32 @@ def in_process(
     ]
     done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    shutil.rmtree(home)  # what it has left is of no use to the next one
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "fastest", "sizes"),
+    ("num_workers", "fastest", "sizes", "num_threads"),
     [
-        (0, "measured", ()),
-        (0, "measured", (1, 16)),
-        (0, "static", (16,)),
-        (0, "coordinate descent", (1, 16)),
-        (0, "max-autotune", (16,)),
-        (2, "static", (16,)),
-        (2, "coordinate descent", (1,)),
+        (0, "measured", (), 0),
+        (0, "measured", (1, 16), 0),
+        (0, "static", (16,), 0),
+        (0, "coordinate descent", (1, 16), 0),
+        # Two, of which one has compiled a kernel before it is to be compiled anew.
+        (0, "coordinate descent", (16,), 2),
+        (0, "max-autotune", (16,), 0),
+        (2, "static", (16,), 0),
+        (2, "coordinate descent", (1,), 0),
     ],
 )
 def test_a_second_process_compiles_and_times_nothing(
-    tmp_path: Path, num_workers: int, fastest: str, sizes: tuple[int]
+    tmp_path: Path, num_workers: int, fastest: str, sizes: tuple[int], num_threads: int
 ) -> None:
-    cold = in_process(tmp_path / "cache", tmp_path / "one", num_workers, fastest, *sizes)
-    warm = in_process(tmp_path / "cache", tmp_path / "two", num_workers, fastest, *sizes)
+    cold, warm = (
+        in_process(tmp_path / "cache", home, num_workers, fastest, *sizes, num_threads=num_threads)
+        for home in (tmp_path / "one", tmp_path / "two")
+    )
     assert cold["compiled"] >= 3
     assert cold["loaded"] == 0
     assert cold["matches"] == warm["matches"] >= 2
