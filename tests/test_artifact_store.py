@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import logging
 import os
 import shutil
@@ -23,7 +22,6 @@ from piecewise_backend.artifact_store import (
     Fetched,
     Made,
     open_store,
-    temporary_store,
 )
 from piecewise_backend.cache_entry import ARTIFACT, Content, Damaged, Record, group_of, name_of
 from piecewise_backend.errors import ConfigError
@@ -133,24 +131,6 @@ def test_a_miss_says_what_is_nearest_and_what_differs(
     assert "sizes: [5] -> [6]; it serves where size % 2 == 1" in other_size
     assert "name: 'one' -> 'two'" in other_name
     assert "sizes" not in other_name
-
-
-def test_a_temporary_one_is_removed_by_the_process_that_made_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    store = temporary_store()
-    folder, owner = store.root, os.getpid()
-    with monkeypatch.context() as forked:
-        forked.setattr(os, "getpid", lambda: owner + 1)
-        del store
-        gc.collect()
-        assert folder.is_dir()
-    shutil.rmtree(folder)
-    store = temporary_store()
-    folder = store.root
-    del store
-    gc.collect()
-    assert not folder.exists()
 
 
 def test_what_cannot_be_stored_is_made_each_time(store: ArtifactStore) -> None:
