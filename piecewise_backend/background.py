@@ -8,6 +8,7 @@ Knows nothing of captures: its owner takes what was found out when nobody is ser
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Collection
 
@@ -84,10 +85,16 @@ class BackgroundTuning:
         self._left[name] = one, graph.compiler.asks_for(piece, one.numbers, one.tried)
         self._workers.submit(name, message)
 
-    def wait(self) -> None:
-        """Until there is nothing left to tune."""
-        if self._workers is not None:
-            self._workers.wait()
+    def wait(self, seconds: float) -> None:
+        """Until there is nothing left to tune, or for so long; then a warning says what is left."""
+        begun = time.monotonic()
+        if self._workers is None or self._workers.wait(seconds):
+            return
+        left = [f"piece {i} at {n}" for i, n in list(self._left) if self._workers.is_left((i, n))]
+        if left:
+            log.warning(
+                "still being tuned after %.1f s: %s", time.monotonic() - begun, ", ".join(left)
+            )
 
     def ready(self) -> set[int]:
         """The sizes of which all pieces are done, and some are decided."""

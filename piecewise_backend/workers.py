@@ -14,6 +14,7 @@ import collections
 import contextlib
 import json
 import logging
+import math
 import os
 import struct
 import subprocess
@@ -29,6 +30,7 @@ _LENGTH = struct.Struct(">Q")
 # Of one thread: what ends one may end all, such as a device without memory.
 _MOST_FAILED = 3
 _MOST_SAID = 2048  # bytes of what a process printed that are looked at
+_LONGEST_WAIT = 1e9  # which is for ever, and still something that a lock can wait for
 # -P: what lies in the current directory is nobody's business, as it is not for a script.
 _MODULE = "piecewise_backend.worker"
 _COMMAND = [sys.executable, "-P", "-m", _MODULE]
@@ -107,10 +109,12 @@ class Workers:
         with self._changed:
             return name in self._waiting or name in self._running
 
-    def wait(self) -> None:
-        """Until every job is done, or has failed."""
+    def wait(self, seconds: float = math.inf) -> bool:
+        """Until every job is done, or has failed; False if that takes longer."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._waiting and not self._running)
+            return self._changed.wait_for(
+                lambda: not self._waiting and not self._running, min(seconds, _LONGEST_WAIT)
+            )
 
     def close(self) -> None:
         """End the processes in the middle of whatever they do."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
+import os
+import signal
 import threading
+import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,13 +45,13 @@ class Elsewhere:
     def __init__(self) -> None:
         self.num_starts = 0
         self.sizes: set[int] = set()
-        self.has_waited = False
+        self.waits: list[float] = []
 
     def start(self, graph: CompiledGraph, config: Config) -> None:
         self.num_starts += 1
 
-    def wait(self) -> None:
-        self.has_waited = True
+    def wait(self, seconds: float) -> None:
+        self.waits.append(seconds)
 
     def taken(self, sizes: Collection[int]) -> None:
         self.sizes = self.sizes - set(sizes)
@@ -90,7 +94,7 @@ def test_warm_up_tunes_nothing(
     assert not imitation.prepared
     assert {name for name, _ in imitation.compiled} == {"as traced"}
     assert pw.adopt_tuned(compiled) == ()
-    assert not elsewhere.has_waited
+    assert not elsewhere.waits
 
 
 def test_what_is_decided_serves_from_then_on(
@@ -102,7 +106,7 @@ def test_what_is_decided_serves_from_then_on(
     before = dict(runtime.captures.captured)
     decide(imitation, elsewhere, 4)
     found = pw.adopt_tuned(compiled, wait=True)
-    assert elsewhere.has_waited
+    assert elsewhere.waits == [math.inf]
     assert [(t.piece, t.sizes, t.kept) for t in found] == [(0, (4,), "static"), (1, (4,), "static")]
     assert tunings(compiled) == found
     after = runtime.captures.captured
@@ -253,6 +257,52 @@ def test_across_processes(
     torch._dynamo.reset()
     again = warmed_up(scaled, tuning="background", **options)
     assert tunings(again) == (found,)
+
+
+def test_a_process_that_hangs_is_waited_for_as_long_as_one_likes(
+    seconds: dict[str, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    """And what it did when it is killed is done by another one."""
+    options: Any = {"splitting_ops": [], "compile_sizes": [4]}
+    compiled = warmed_up(scaled, tuning="background", **options)
+    workers = session_of(compiled).runtimes[0].background._workers
+    while not (processes := set(workers._processes)):
+        time.sleep(0.01)
+    (process,) = processes
+    os.kill(process._popen.pid, signal.SIGSTOP)
+    begun = time.monotonic()
+    assert pw.adopt_tuned(compiled, wait=0.5) == ()
+    assert 0.5 <= time.monotonic() - begun < 60
+    assert "still being tuned after 0.5 s: piece 0 at (4,)" in caplog.text
+    assert pw.adopt_tuned(compiled, wait=0) == ()
+    assert "still being tuned after 0.0 s: piece 0 at (4,)" in caplog.text
+    caplog.clear()
+    assert pw.adopt_tuned(compiled) == ()
+    os.kill(process._popen.pid, signal.SIGKILL)
+    (found,) = pw.adopt_tuned(compiled, wait=600)
+    assert found.is_remembered
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("wait", [-1, -0.5, float("nan"), "1", None])
+def test_what_is_no_time_to_wait(imitation: Imitation, elsewhere: Elsewhere, wait: Any) -> None:
+    compiled = warmed_up(model, tuning="background", compile_sizes=[4])
+    with pytest.raises(pw.ConfigError, match=f"wait={wait!r}; give True, False, or a number"):
+        pw.adopt_tuned(compiled, wait=wait)
+    assert not elsewhere.waits
+
+
+@pytest.mark.parametrize(
+    ("wait", "seconds"),
+    [(True, math.inf), (math.inf, math.inf), (1, 1), (2.5, 2.5), (0, 0), (False, None)],
+)
+def test_times_to_wait(
+    imitation: Imitation, elsewhere: Elsewhere, wait: Any, seconds: float | None
+) -> None:
+    compiled = warmed_up(model, tuning="background", compile_sizes=[4])
+    pw.adopt_tuned(compiled, wait=wait)
+    expected = [] if seconds is None else [pytest.approx(seconds, abs=0.5)]
+    assert elsewhere.waits == expected
 
 
 def test_what_another_process_cannot_do_is_said(
