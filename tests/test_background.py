@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import signal
 import threading
 import time
@@ -59,6 +60,9 @@ class Elsewhere:
     def ready(self) -> set[int]:
         return self.sizes
 
+    def progress(self) -> background.Progress:
+        return background.Progress((), (), {})
+
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Elsewhere:
@@ -77,6 +81,13 @@ def imitation(monkeypatch: pytest.MonkeyPatch) -> Imitation:
 def model(x: Tensor) -> Tensor:
     """Two pieces that differ."""
     return out_attn(x.sin(), x, x) + 1
+
+
+def progress_of(compiled: Any) -> background.Progress:
+    (graph,) = pw.report(compiled).graphs
+    assert graph.background is not None
+    assert all(line in str(graph).splitlines() for line in graph.background.lines())
+    return graph.background
 
 
 def decide(imitation: Imitation, elsewhere: Elsewhere, size: int) -> None:
@@ -216,9 +227,12 @@ def test_a_piece_that_cannot_be_sent_stops_no_other(
     monkeypatch.setattr(background, "record_piece", record)
     monkeypatch.setattr(Workers, "submit", lambda self, name, message: sent.append(name))
     with caplog.at_level(logging.WARNING, "piecewise_backend.background"):
-        warmed_up(model, tuning="background", compile_sizes=[4, 8])
+        compiled = warmed_up(model, tuning="background", compile_sizes=[4, 8])
     assert sent == [(0, (4,)), (0, (8,))]
     assert "piece 1 at (8,) is not tuned: it depends on an op of somebody" in caplog.text
+    assert progress_of(compiled).given_up == {
+        (1, (size,)): "it depends on an op of somebody" for size in (4, 8)
+    }
 
 
 def test_without_a_warm_up_there_are_no_inputs(imitation: Imitation, elsewhere: Elsewhere) -> None:
@@ -230,6 +244,7 @@ def test_without_a_warm_up_there_are_no_inputs(imitation: Imitation, elsewhere: 
 def test_where_it_is_not_asked_for_there_is_nothing_to_take(imitation: Imitation) -> None:
     compiled = warmed_up(model, compile_sizes=[])
     assert pw.adopt_tuned(compiled) == ()
+    assert pw.report(compiled).graphs[0].background is None
 
 
 def scaled(x: Tensor) -> Tensor:
@@ -265,7 +280,8 @@ def test_a_process_that_hangs_is_waited_for_as_long_as_one_likes(
     """And what it did when it is killed is done by another one."""
     options: Any = {"splitting_ops": [], "compile_sizes": [4]}
     compiled = warmed_up(scaled, tuning="background", **options)
-    workers = session_of(compiled).runtimes[0].background._workers
+    tuning = session_of(compiled).runtimes[0].background
+    workers = tuning._workers
     while not (processes := set(workers._processes)):
         time.sleep(0.01)
     (process,) = processes
@@ -273,14 +289,21 @@ def test_a_process_that_hangs_is_waited_for_as_long_as_one_likes(
     begun = time.monotonic()
     assert pw.adopt_tuned(compiled, wait=0.5) == ()
     assert 0.5 <= time.monotonic() - begun < 60
-    assert "still being tuned after 0.5 s: piece 0 at (4,)" in caplog.text
     assert pw.adopt_tuned(compiled, wait=0) == ()
-    assert "still being tuned after 0.0 s: piece 0 at (4,)" in caplog.text
+    said = [record.getMessage() for record in caplog.records]
+    assert all(re.fullmatch(r"still being tuned after .* s: piece 0 at \[4\]", s) for s in said)
+    assert len(said) == 2
     caplog.clear()
     assert pw.adopt_tuned(compiled) == ()
+    assert progress_of(compiled) == background.Progress(((0, (4,)),), (), {})
+    assert progress_of(compiled).lines() == ["being tuned in the background: piece 0 at [4]"]
     os.kill(process._popen.pid, signal.SIGKILL)
+    tuning.wait(600)
+    assert progress_of(compiled) == background.Progress((), ((0, (4,)),), {})
+    assert progress_of(compiled).lines() == ["tuned, for pw.adopt_tuned to take: piece 0 at [4]"]
     (found,) = pw.adopt_tuned(compiled, wait=600)
     assert found.is_remembered
+    assert progress_of(compiled) == background.Progress((), (), {})
     assert not caplog.records
 
 
@@ -311,7 +334,11 @@ def test_what_another_process_cannot_do_is_said(
     monkeypatch.setattr("piecewise_backend.workers._COMMAND", ["/no/such/program"])
     with caplog.at_level(logging.WARNING):
         compiled = warmed_up(scaled, tuning="background", splitting_ops=[], compile_sizes=[4])
+        session_of(compiled).runtimes[0].background.wait(60)
+        before = progress_of(compiled)
         assert pw.adopt_tuned(compiled, wait=True) == ()
+    assert progress_of(compiled) == before
+    assert before.lines() == ["not tuned: piece 0 at [4]: no process is left to do it"]
     text = caplog.text
     assert "no process can be started" in text
     assert "piece 0 at (4,) is not tuned: no process is left to do it" in text
