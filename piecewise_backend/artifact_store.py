@@ -100,7 +100,12 @@ class ArtifactStore:
             try:
                 held.enter_context(locked(lock_of(self.root, group), seconds=self._lock_seconds))
             except (OSError, LockTimeoutError) as error:
-                self._warn(f"{found or error}; compiled anew, and not stored")
+                # Who has the lock may have stored this before, and be at other sizes by now.
+                found = self._find(key, load, serves)
+                if isinstance(found, Fetched):
+                    return found
+                reason = f"{found} ({error})" if found else error
+                self._warn(f"{reason}; compiled anew, and not stored")
                 return Fetched(make().value, is_hit=False)
             # Another process may have stored it, or replaced what was damaged, meanwhile.
             found = self._find(key, load, serves)

@@ -447,6 +447,31 @@ def test_a_lock_that_stays_taken_means_compiling_alone(store: ArtifactStore) -> 
     assert cache_contents.entries(store.root) == ()
 
 
+def test_what_was_stored_while_the_lock_stayed_taken_serves(store: ArtifactStore) -> None:
+    """Its holder makes it, and goes on to other sizes before the one that waits has the lock."""
+    impatient = ArtifactStore(store.root, lock_seconds=0.5)
+    content = Content(b"made for 5", {"conditions": ["size % 2 == 1"]})
+    entry = store.root / name_of(sized(5))
+    timer = threading.Timer(0.1, cache_entry.write, [entry, sized(5), content])
+    with locked(cache_contents.lock_of(store.root, group_of(sized(5))), seconds=0):
+        timer.start()
+        assert fetch_for(impatient, 7) == Fetched(b"made for 5", is_hit=True)
+
+
+def test_a_lock_that_stays_taken_in_front_of_a_damaged_entry_is_named(
+    store: ArtifactStore, folder: Path
+) -> None:
+    _truncate(folder / ARTIFACT)
+    impatient = ArtifactStore(store.root, lock_seconds=0.1)
+    lock = cache_contents.lock_of(store.root, group_of(KEY))
+    with (
+        locked(lock, seconds=0),
+        pytest.warns(RuntimeWarning, match=f"{folder / ARTIFACT}: .*{lock} is locked by") as warned,
+    ):
+        assert fetch(impatient) == Fetched(b"made now", is_hit=False)
+    assert len(warned) == 1
+
+
 def test_a_copied_directory_serves_elsewhere(
     store: ArtifactStore, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
