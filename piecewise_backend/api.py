@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from piecewise_backend.errors import ContractError
 from piecewise_backend.eviction import Evicted, evict_idle
 from piecewise_backend.handles import scope_of, session_of, traced_of
 from piecewise_backend.metrics import Metrics
+from piecewise_backend.option_checks import patience
 from piecewise_backend.past_dynamo import send_past_dynamo
 from piecewise_backend.report import Report, report_session, tunings_of
 from piecewise_backend.runtime import Runtime
@@ -131,7 +133,7 @@ def rebind(compiled: Callable[..., Any]) -> Report:
         return _warm_up(compiled, make_inputs, session.is_sealed, verify=True, stays_off=True)
 
 
-def adopt_tuned(compiled: Callable[..., Any], *, wait: bool = False) -> tuple[Tuning, ...]:
+def adopt_tuned(compiled: Callable[..., Any], *, wait: bool | float = False) -> tuple[Tuning, ...]:
     """Let versions serve that were found to be faster in the background (`tuning="background"`).
 
     Sizes whose pieces are all done are captured anew, and all sizes are compared with the step
@@ -141,23 +143,26 @@ def adopt_tuned(compiled: Callable[..., Any], *, wait: bool = False) -> tuple[Tu
     are there for the next time.
 
     Args:
-        wait: until all that is wanted was tuned.
+        wait: True is until all that is wanted was tuned, a number is for so many seconds at most:
+            then a warning in the log says what is left, which goes on for the next time.
 
     Returns:
         What was found out, and serves now; see also `tunings` in the report.
 
     Raises:
+        ConfigError: `wait` is neither.
         ContractError: there was no warm-up whose inputs could be used again, one is under way, or
             graphs are switched off.
         Exception: what warm-up raises; the next call tries again.
     """
+    seconds, begun = patience("wait", wait), time.monotonic()
     session = session_of(compiled)
     make_inputs = _make_inputs_of(session)
     found: dict[Runtime, set[int]] = {}
     for runtime in session.runtimes:
         if runtime.background is not None:
-            if wait:
-                runtime.background.wait()
+            if seconds is not None:
+                runtime.background.wait(begun + seconds - time.monotonic())
             if sizes := runtime.background.ready():
                 found[runtime] = sizes
     known = {id(tuning) for runtime in found for tuning in tunings_of(runtime)}

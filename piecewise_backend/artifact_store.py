@@ -15,10 +15,7 @@ import contextlib
 import dataclasses
 import logging
 import os
-import shutil
-import tempfile
 import warnings
-import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -29,6 +26,7 @@ from piecewise_backend.cache_entry import UNFINISHED, Content, Damaged, Key, Rec
 from piecewise_backend.cache_misses import why_missed
 from piecewise_backend.errors import ConfigError
 from piecewise_backend.file_lock import LockTimeoutError, locked
+from piecewise_backend.temporary_folders import make_folder, remove_abandoned
 from piecewise_backend.trust import distrust
 
 log = logging.getLogger(__name__)
@@ -102,7 +100,12 @@ class ArtifactStore:
             try:
                 held.enter_context(locked(lock_of(self.root, group), seconds=self._lock_seconds))
             except (OSError, LockTimeoutError) as error:
-                self._warn(f"{found or error}; compiled anew, and not stored")
+                # Who has the lock may have stored this before, and be at other sizes by now.
+                found = self._find(key, load, serves)
+                if isinstance(found, Fetched):
+                    return found
+                reason = f"{found} ({error})" if found else error
+                self._warn(f"{reason}; compiled anew, and not stored")
                 return Fetched(make().value, is_hit=False)
             # Another process may have stored it, or replaced what was damaged, meanwhile.
             found = self._find(key, load, serves)
@@ -257,18 +260,14 @@ def open_store(root: Path, *, max_bytes: int = MAX_BYTES) -> ArtifactStore | Non
 
 
 def temporary_store() -> ArtifactStore:
-    """A store for processes that work for this one, which goes with it.
+    """A store for processes that work for this one, which goes with it. Removes those, too, that
+    killed processes left.
 
     Raises:
         OSError: there is no place for temporary files.
     """
-    made = Path(tempfile.mkdtemp(prefix="piecewise-"))
-    store = ArtifactStore(made)
-    weakref.finalize(store, _remove_own, made, os.getpid())
+    remove_abandoned()
+    folder = make_folder()
+    store = ArtifactStore(folder.path)
+    folder.goes_with(store)
     return store
-
-
-def _remove_own(folder: Path, owner: int) -> None:
-    """A process that was forked from its owner ends without it."""
-    if os.getpid() == owner:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -7,9 +7,11 @@ Knows nothing of captures: its owner takes what was found out when nobody is ser
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 
@@ -32,6 +34,25 @@ _NICENESS = 10
 
 Name = tuple[int, Numbers]
 """Of a distinct piece, and its integer inputs."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the other process came."""
+
+    left: tuple[Name, ...]
+    """What it is to tune, or is just tuning."""
+    done: tuple[Name, ...]
+    """What it has tuned and does not serve yet: `pw.adopt_tuned` takes sizes of which nothing is
+    left."""
+    given_up: Mapping[Name, str]
+    """What is not tuned, and why."""
+
+    def lines(self) -> list[str]:
+        """For people."""
+        left = [f"being tuned in the background: {_text(self.left)}"] if self.left else []
+        done = [f"tuned, for pw.adopt_tuned to take: {_text(self.done)}"] if self.done else []
+        return left + done + [f"not tuned: {_text([n])}: {why}" for n, why in self.given_up.items()]
 
 
 class BackgroundTuning:
@@ -58,6 +79,7 @@ class BackgroundTuning:
         self._left: dict[Name, tuple[Candidates, Callable[[], bool]]] = {}
         """What is being tuned, and whether it is."""
         self._seen: set[Name] = set()
+        self._given_up: dict[Name, str] = {}
 
     def start(self, graph: CompiledGraph, config: Config) -> None:
         """Begin with what is not decided. What was begun, or has failed, is not begun again."""
@@ -65,9 +87,7 @@ class BackgroundTuning:
             try:
                 self._submit(graph, one)
             except NoContentError as error:
-                log.warning(
-                    "piece %d at %s is not tuned: it depends on %s", one.index, one.numbers, error
-                )
+                self._give_up((one.index, one.numbers), f"it depends on {error}")
 
     def _submit(self, graph: CompiledGraph, one: Candidates) -> None:
         name, piece = (one.index, one.numbers), graph.pieces[one.index]
@@ -81,35 +101,58 @@ class BackgroundTuning:
             # One: what is timed would be slower beside another that is.
             self._workers = Workers(self._make_setup().as_message(), 1, niceness=_NICENESS)
             weakref.finalize(self, self._workers.close)
-        self._left[name] = one, graph.compiler.asks_for(piece, one.numbers, one.tried)
+        is_decided = graph.compiler.asks_for(piece, one.numbers, one.tried)
         self._workers.submit(name, message)
+        self._left[name] = one, is_decided
 
-    def wait(self) -> None:
-        """Until there is nothing left to tune."""
-        if self._workers is not None:
-            self._workers.wait()
+    def wait(self, seconds: float) -> None:
+        """Until there is nothing left to tune, or for so long; then a warning says what is left."""
+        begun = time.monotonic()
+        if self._workers is None or self._workers.wait(seconds):
+            return
+        if left := self.progress().left:
+            log.warning("still being tuned after %.1f s: %s", time.monotonic() - begun, _text(left))
+
+    def progress(self) -> Progress:
+        """At this moment; another thread may be taking what is done."""
+        names, given_up = list(self._left), dict(self._given_up)
+        left = tuple(name for name in names if self._is_left(name))
+        failures = dict(self._workers.failures) if self._workers is not None else {}
+        failed = {name: failures[name] for name in names if name in failures and name not in left}
+        done = tuple(name for name in names if name not in {*left, *failed, *given_up})
+        return Progress(left, done, given_up | failed)
 
     def ready(self) -> set[int]:
         """The sizes of which all pieces are done, and some are decided."""
         open_, decided = set(), set()
         for name, (one, is_decided) in list(self._left.items()):
-            is_done = self._workers is not None and not self._workers.is_left(name)
+            is_left = self._is_left(name)
             if is_decided():
                 decided.add(one.num_tokens)
-            elif is_done:
-                self._give_up(name)
-            else:
+            elif is_left:
                 open_.add(one.num_tokens)
+            else:
+                self._give_up(name, self._why_not(name))
         return decided - open_
 
     def taken(self, sizes: Collection[int]) -> None:
         """What was found out about these sizes serves now."""
         self._left = {n: left for n, left in self._left.items() if left[0].num_tokens not in sizes}
 
-    def _give_up(self, name: Name) -> None:
+    def _is_left(self, name: Name) -> bool:
+        return self._workers is None or self._workers.is_left(name)
+
+    def _why_not(self, name: Name) -> str:
         assert self._workers is not None
         # A pass or an op may be another one there: see the keys in the cache.
         unknown = "what was found was not stored, or under another key"
-        reason = self._workers.failures.get(name, unknown)
+        return self._workers.failures.get(name, unknown)
+
+    def _give_up(self, name: Name, reason: str) -> None:
         log.warning("piece %d at %s is not tuned: %s", *name, reason)
-        del self._left[name]
+        self._given_up[name] = reason
+        self._left.pop(name, None)
+
+
+def _text(names: Collection[Name]) -> str:
+    return ", ".join(f"piece {index} at {list(numbers)}" for index, numbers in names)

@@ -75,7 +75,8 @@ def candidates_of(
 
 
 def undecided(graph: CompiledGraph, config: Config, sizes: Sizes) -> list[Candidates]:
-    """What is to be tried for every distinct piece, in the order in which warm-up goes.
+    """What is to be tried for every distinct piece, in the order in which warm-up goes, but
+    nothing for those of Note [Other ranks] in `tuning`.
 
     Args:
         sizes: symbol values, for those that are no token counts.
@@ -87,6 +88,8 @@ def undecided(graph: CompiledGraph, config: Config, sizes: Sizes) -> list[Candid
             continue
         padded = graph.token_dim.padded(sizes, num_tokens)
         for index in sorted(first):
+            if graph.facts[index].collectives:
+                continue
             one, piece = candidates_of(graph, config, first[index], padded), graph.pieces[index]
             if one and not graph.compiler.asks_for(piece, one.numbers, one.tried)():
                 found.append(one)

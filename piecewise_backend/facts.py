@@ -2,8 +2,9 @@
 
 In:  a distinct piece and example sizes.
 Out: `PieceFacts`.
-Knows nothing of compilers or graphs. No list of operators but the allocating ones: schemas and
-versions tell what was mutated, the dispatcher tells whether anything is computed at all.
+Knows nothing of compilers or graphs. No list of operators but the allocating ones, and of the
+namespaces of collectives: schemas and versions tell what was mutated, the dispatcher tells
+whether anything is computed at all.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ _ALLOCATIONS = {
     "aten::new_empty",
     "aten::new_empty_strided",
 }
+_COLLECTIVES = {"_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,6 +46,8 @@ class PieceFacts:
     """Devices of the tensors it touches."""
     undefined: frozenset[int]
     """Positions of the outputs that it allocates and never writes: a split op will."""
+    collectives: frozenset[str]
+    """Names of torch's own ops in it that wait for other ranks."""
 
 
 class _KernelRecorder(TorchDispatchMode):
@@ -55,6 +59,7 @@ class _KernelRecorder(TorchDispatchMode):
         super().__init__()
         self.has_kernels = False
         self.devices: set[torch.device] = set()
+        self.collectives: set[str] = set()
         self.allocated: set[int] = set()
         self.written: set[int] = set()
 
@@ -65,6 +70,8 @@ class _KernelRecorder(TorchDispatchMode):
         if isinstance(func, HigherOrderOperator):
             self.has_kernels = True
             return result
+        if func.namespace in _COLLECTIVES:
+            self.collectives.add(func._schema.name)
         self._note_writes(func._schema, args, kwargs or {})
         is_view = any(
             out.alias_info is not None and not out.alias_info.is_write
@@ -117,4 +124,5 @@ def find_facts(piece: DistinctPiece, token_dim: TokenDim, sizes: Sizes) -> Piece
         for position, output in enumerate(outputs)
         if output.untyped_storage()._cdata in recorder.allocated - recorder.written
     )
-    return PieceFacts(mutated, recorder.has_kernels, frozenset(devices), undefined)
+    collectives = frozenset(recorder.collectives)
+    return PieceFacts(mutated, recorder.has_kernels, frozenset(devices), undefined, collectives)

@@ -50,7 +50,7 @@ def _acquire(path: Path, deadline: float) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             _wait(descriptor, path, deadline)
-            if _has_the_name(descriptor, path):
+            if has_the_name(descriptor, path):
                 return descriptor
         except BaseException:
             os.close(descriptor)
@@ -71,7 +71,8 @@ def _wait(descriptor: int, path: Path, deadline: float) -> None:
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def _has_the_name(descriptor: int, path: Path) -> bool:
+def has_the_name(descriptor: int, path: Path) -> bool:
+    """An open file is still the one that is found there. See Note [Killed holders]."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:

@@ -1,12 +1,13 @@
 """What each option may be, and the form it is kept in.
 
-In:  the name of an option and a value that a user gave.
+In:  the name of an option, or of an argument, and a value that a user gave.
 Out: the value as `Config` keeps it, or a ConfigError that names it.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -99,6 +100,15 @@ def factor(name: str, value: Any) -> float:
     """A number of at least 1."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 1:
         raise ConfigError(f"{name}={value!r}; give a number of at least 1")
+    return float(value)
+
+
+def patience(name: str, value: Any) -> float | None:
+    """For how many seconds to wait; None for False, which is not at all."""
+    if isinstance(value, bool):
+        return math.inf if value else None
+    if not isinstance(value, int | float) or not value >= 0:
+        raise ConfigError(f"{name}={value!r}; give True, False, or a number of seconds from 0 on")
     return float(value)
 
 

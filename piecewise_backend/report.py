@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
+from piecewise_backend.background import Progress
 from piecewise_backend.batch import CUDAGraphMode
 from piecewise_backend.budget import Estimate
 from piecewise_backend.captured_sizes import Key
@@ -47,6 +48,9 @@ class GraphReport:
     versions of a piece are added up."""
     tunings: tuple[Tuning, ...]
     """What `compile_sizes` and `compile_ranges_endpoints` tried, and what serves since."""
+    background: Progress | None
+    """What another process still tunes, has tuned, or could not; None without such a process
+    (`tuning="background"`)."""
     padding_unsafe: Mapping[int, str]
     """Sizes at which padding changes real rows, with what was observed."""
     capture_errors: Mapping[int, str]
@@ -76,6 +80,7 @@ class GraphReport:
         lines += [f"steps without, {reason}: {n}" for reason, n in self.fallbacks.items()]
         lines += [f"{r} ({where})" for where, records in self.passes.items() for r in records]
         lines += [f"tuned {tuning}" for tuning in self.tunings]
+        lines += self.background.lines() if self.background is not None else []
         lines += [f"assumed about sizes: {condition}" for condition in self.conditions]
         lines += [f"unsafe padding at {size}: {what}" for size, what in self.padding_unsafe.items()]
         lines += [f"capture failed at {size}: {what}" for size, what in self.capture_errors.items()]
@@ -156,6 +161,7 @@ def _report_runtime(runtime: Runtime) -> GraphReport:
         conditions=tuple(sorted(conditions)),
         passes=graph.pass_records(),
         tunings=tunings_of(runtime),
+        background=runtime.background.progress() if runtime.background is not None else None,
         padding_unsafe={
             size: found.padding_fault
             for (mode, size, _), found in captured.items()

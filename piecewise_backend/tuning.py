@@ -10,6 +10,12 @@ has left in the cache, and picks templates that lose against the vendor's librar
 step became 13 % slower by max-autotune, and 5 % faster by coordinate descent. So each version is
 timed as it will run, replayed from a graph, beside the one for all sizes, and serves only if it
 is faster by more than what two runs of the same differ, and computes the same.
+
+Note [Other ranks]
+A collective ends when all ranks call it. A rank that tries versions of a piece calls it more
+often than one that takes what the first has found, and that one waits for the first to be done:
+for ever. Nor would two that both try agree on the number of runs, which depends on times. So a
+piece with a collective is not tuned.
 """
 
 from __future__ import annotations
@@ -55,7 +61,7 @@ class Tuning:
     microseconds: Mapping[str, float]
     """Of one replay of each version, by name."""
     failures: Mapping[str, str]
-    """Versions that could not be compiled or recorded, or are wrong, and why."""
+    """Versions that could not be compiled, recorded or tried, or are wrong, and why."""
     is_remembered: bool = False
     """Another process decided (`cache_dir`, `tuning`), and nothing was measured now."""
 
@@ -65,6 +71,7 @@ class Tuning:
 
     def __str__(self) -> str:
         times = ", ".join(f"{name} {time:.1f} us" for name, time in self.microseconds.items())
+        times = times or "nothing was timed"
         how = ", measured by another process" if self.is_remembered else ""
         failed = "".join(f"; {name}: {why}" for name, why in self.failures.items())
         return f"piece {self.piece} at {list(self.sizes)}: {self.kept} ({times}{how}){failed}"
@@ -104,10 +111,15 @@ class Tuner:
         if versions.is_sealed or sizes in versions.tunings:
             return
         is_elsewhere = self._config.tuning == "background"
-        if is_elsewhere and not self._is_decided(candidates):
+        if facts.collectives:
+            why = f"not tried, as other ranks wait in {min(facts.collectives)}"
+            failures = {special.name: why for special in candidates.tried}
+            tuning = Tuning(index, sizes, AS_TRACED.name, {}, failures)
+        elif is_elsewhere and not self._is_decided(candidates):
             return
-        trial = Trial(versions, facts, numbers, inputs, self._make_pool(), graph.device)
-        tuning = trial.find_fastest(candidates.tried, compares=is_elsewhere)
+        else:
+            trial = Trial(versions, facts, numbers, inputs, self._make_pool(), graph.device)
+            tuning = trial.find_fastest(candidates.tried, compares=is_elsewhere)
         versions.tunings[sizes] = tuning
         log.info("%s", tuning)
 

@@ -14,6 +14,7 @@ import collections
 import contextlib
 import json
 import logging
+import math
 import os
 import struct
 import subprocess
@@ -29,6 +30,7 @@ _LENGTH = struct.Struct(">Q")
 # Of one thread: what ends one may end all, such as a device without memory.
 _MOST_FAILED = 3
 _MOST_SAID = 2048  # bytes of what a process printed that are looked at
+_LONGEST_WAIT = 1e9  # which is for ever, and still something that a lock can wait for
 # -P: what lies in the current directory is nobody's business, as it is not for a script.
 _MODULE = "piecewise_backend.worker"
 _COMMAND = [sys.executable, "-P", "-m", _MODULE]
@@ -71,7 +73,7 @@ class Workers:
             niceness: of the processes, added to that of this one.
         """
         self.failures: dict[Hashable, str] = {}
-        """By name, why jobs failed."""
+        """By name, why jobs failed, or are tried again."""
         self._setup = setup
         self._most = most
         self._niceness = niceness
@@ -87,6 +89,7 @@ class Workers:
         with self._changed:
             if self._is_closed:
                 return
+            self.failures.pop(name, None)
             self._waiting[name] = message
             if self._num_threads < min(self._most, len(self._waiting) + len(self._running)):
                 threading.Thread(target=self._serve, daemon=True).start()
@@ -94,20 +97,24 @@ class Workers:
             self._changed.notify()
 
     def take(self, name: Hashable) -> None:
-        """The caller does a job: at once if no process has begun it, else when that is done."""
+        """The caller does a job: at once if no process has begun it, else when that is done. If its
+        process is killed he need not wait for another one."""
         with self._changed:
-            self._waiting.pop(name, None)
-            self._changed.wait_for(lambda: name not in self._running)
+            self._changed.wait_for(
+                lambda: self._waiting.pop(name, None) is not None or name not in self._running
+            )
 
     def is_left(self, name: Hashable) -> bool:
         """It is not done."""
         with self._changed:
             return name in self._waiting or name in self._running
 
-    def wait(self) -> None:
-        """Until every job is done, or has failed."""
+    def wait(self, seconds: float = math.inf) -> bool:
+        """Until every job is done, or has failed; False if that takes longer."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._waiting and not self._running)
+            return self._changed.wait_for(
+                lambda: not self._waiting and not self._running, min(seconds, _LONGEST_WAIT)
+            )
 
     def close(self) -> None:
         """End the processes in the middle of whatever they do."""
@@ -135,13 +142,14 @@ class Workers:
                 return True
             self._num_threads -= 1
             if self._num_threads == 0:  # what is left is left to the caller
-                self.failures |= dict.fromkeys(self._waiting, "no process is left to do it")
+                none_left = dict.fromkeys(self._waiting, "no process is left to do it")
+                self.failures = none_left | self.failures
                 self._waiting.clear()
             self._changed.notify_all()
             return False
 
     def _serve_by(self, process: _Process) -> bool:
-        """Give a process jobs; False if it ended in the middle of one."""
+        """Give a process jobs; False if it ended in the middle of one that is not tried again."""
         with self._changed:
             self._processes.add(process)
         name: Hashable = None
@@ -150,6 +158,9 @@ class Workers:
             while (job := self._next()) is not None:
                 name, message = job
                 failure = process.do(message)
+                if process.was_killed() and self._is_put_back(name, message, failure):
+                    name = None  # which another thread may have by now
+                    return True
                 self._end(name, failure)
                 if process.has_ended():
                     return False
@@ -164,9 +175,23 @@ class Workers:
         with self._changed:
             if name in self._running:
                 self._running.discard(name)
+                self.failures.pop(name, None)
                 if failure is not None:
                     self.failures[name] = failure
                 self._changed.notify_all()
+
+    def _is_put_back(self, name: Hashable, message: bytes, failure: str | None) -> bool:
+        """Another process is to try it: this one may have been killed for what others did, for
+        their memory, say. Once: or it may have been for what the job does."""
+        with self._changed:
+            if failure is None or name in self.failures or self._is_closed:
+                return False
+            log.info("tried again: %s", failure)
+            self.failures[name] = failure
+            self._running.discard(name)
+            self._waiting[name] = message
+            self._changed.notify_all()
+            return True
 
     def _next(self) -> tuple[Hashable, bytes] | None:
         with self._changed:
@@ -226,6 +251,11 @@ class _Process:
     def has_ended(self) -> bool:
         """It cannot do another one."""
         return self._popen.poll() is not None
+
+    def was_killed(self) -> bool:
+        """It has not ended by itself."""
+        status = self._popen.poll()
+        return status is not None and status < 0
 
     def kill(self) -> None:
         """End it in the middle of whatever it does."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import logging
 import os
 import shutil
@@ -23,7 +22,6 @@ from piecewise_backend.artifact_store import (
     Fetched,
     Made,
     open_store,
-    temporary_store,
 )
 from piecewise_backend.cache_entry import ARTIFACT, Content, Damaged, Record, group_of, name_of
 from piecewise_backend.errors import ConfigError
@@ -133,24 +131,6 @@ def test_a_miss_says_what_is_nearest_and_what_differs(
     assert "sizes: [5] -> [6]; it serves where size % 2 == 1" in other_size
     assert "name: 'one' -> 'two'" in other_name
     assert "sizes" not in other_name
-
-
-def test_a_temporary_one_is_removed_by_the_process_that_made_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    store = temporary_store()
-    folder, owner = store.root, os.getpid()
-    with monkeypatch.context() as forked:
-        forked.setattr(os, "getpid", lambda: owner + 1)
-        del store
-        gc.collect()
-        assert folder.is_dir()
-    shutil.rmtree(folder)
-    store = temporary_store()
-    folder = store.root
-    del store
-    gc.collect()
-    assert not folder.exists()
 
 
 def test_what_cannot_be_stored_is_made_each_time(store: ArtifactStore) -> None:
@@ -465,6 +445,31 @@ def test_a_lock_that_stays_taken_means_compiling_alone(store: ArtifactStore) -> 
     with locked(lock, seconds=0), pytest.warns(RuntimeWarning, match="locked by another process"):
         assert fetch(impatient) == Fetched(b"made now", is_hit=False)
     assert cache_contents.entries(store.root) == ()
+
+
+def test_what_was_stored_while_the_lock_stayed_taken_serves(store: ArtifactStore) -> None:
+    """Its holder makes it, and goes on to other sizes before the one that waits has the lock."""
+    impatient = ArtifactStore(store.root, lock_seconds=0.5)
+    content = Content(b"made for 5", {"conditions": ["size % 2 == 1"]})
+    entry = store.root / name_of(sized(5))
+    timer = threading.Timer(0.1, cache_entry.write, [entry, sized(5), content])
+    with locked(cache_contents.lock_of(store.root, group_of(sized(5))), seconds=0):
+        timer.start()
+        assert fetch_for(impatient, 7) == Fetched(b"made for 5", is_hit=True)
+
+
+def test_a_lock_that_stays_taken_in_front_of_a_damaged_entry_is_named(
+    store: ArtifactStore, folder: Path
+) -> None:
+    _truncate(folder / ARTIFACT)
+    impatient = ArtifactStore(store.root, lock_seconds=0.1)
+    lock = cache_contents.lock_of(store.root, group_of(KEY))
+    with (
+        locked(lock, seconds=0),
+        pytest.warns(RuntimeWarning, match=f"{folder / ARTIFACT}: .*{lock} is locked by") as warned,
+    ):
+        assert fetch(impatient) == Fetched(b"made now", is_hit=False)
+    assert len(warned) == 1
 
 
 def test_a_copied_directory_serves_elsewhere(

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
+import os
+import re
+import signal
 import threading
+import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,19 +46,22 @@ class Elsewhere:
     def __init__(self) -> None:
         self.num_starts = 0
         self.sizes: set[int] = set()
-        self.has_waited = False
+        self.waits: list[float] = []
 
     def start(self, graph: CompiledGraph, config: Config) -> None:
         self.num_starts += 1
 
-    def wait(self) -> None:
-        self.has_waited = True
+    def wait(self, seconds: float) -> None:
+        self.waits.append(seconds)
 
     def taken(self, sizes: Collection[int]) -> None:
         self.sizes = self.sizes - set(sizes)
 
     def ready(self) -> set[int]:
         return self.sizes
+
+    def progress(self) -> background.Progress:
+        return background.Progress((), (), {})
 
 
 @pytest.fixture
@@ -75,6 +83,13 @@ def model(x: Tensor) -> Tensor:
     return out_attn(x.sin(), x, x) + 1
 
 
+def progress_of(compiled: Any) -> background.Progress:
+    (graph,) = pw.report(compiled).graphs
+    assert graph.background is not None
+    assert all(line in str(graph).splitlines() for line in graph.background.lines())
+    return graph.background
+
+
 def decide(imitation: Imitation, elsewhere: Elsewhere, size: int) -> None:
     imitation.decided |= {(piece, (size,)) for piece in range(2)}
     elsewhere.sizes.add(size)
@@ -90,7 +105,7 @@ def test_warm_up_tunes_nothing(
     assert not imitation.prepared
     assert {name for name, _ in imitation.compiled} == {"as traced"}
     assert pw.adopt_tuned(compiled) == ()
-    assert not elsewhere.has_waited
+    assert not elsewhere.waits
 
 
 def test_what_is_decided_serves_from_then_on(
@@ -102,7 +117,7 @@ def test_what_is_decided_serves_from_then_on(
     before = dict(runtime.captures.captured)
     decide(imitation, elsewhere, 4)
     found = pw.adopt_tuned(compiled, wait=True)
-    assert elsewhere.has_waited
+    assert elsewhere.waits == [math.inf]
     assert [(t.piece, t.sizes, t.kept) for t in found] == [(0, (4,), "static"), (1, (4,), "static")]
     assert tunings(compiled) == found
     after = runtime.captures.captured
@@ -212,9 +227,12 @@ def test_a_piece_that_cannot_be_sent_stops_no_other(
     monkeypatch.setattr(background, "record_piece", record)
     monkeypatch.setattr(Workers, "submit", lambda self, name, message: sent.append(name))
     with caplog.at_level(logging.WARNING, "piecewise_backend.background"):
-        warmed_up(model, tuning="background", compile_sizes=[4, 8])
+        compiled = warmed_up(model, tuning="background", compile_sizes=[4, 8])
     assert sent == [(0, (4,)), (0, (8,))]
     assert "piece 1 at (8,) is not tuned: it depends on an op of somebody" in caplog.text
+    assert progress_of(compiled).given_up == {
+        (1, (size,)): "it depends on an op of somebody" for size in (4, 8)
+    }
 
 
 def test_without_a_warm_up_there_are_no_inputs(imitation: Imitation, elsewhere: Elsewhere) -> None:
@@ -226,6 +244,7 @@ def test_without_a_warm_up_there_are_no_inputs(imitation: Imitation, elsewhere: 
 def test_where_it_is_not_asked_for_there_is_nothing_to_take(imitation: Imitation) -> None:
     compiled = warmed_up(model, compile_sizes=[])
     assert pw.adopt_tuned(compiled) == ()
+    assert pw.report(compiled).graphs[0].background is None
 
 
 def scaled(x: Tensor) -> Tensor:
@@ -255,13 +274,71 @@ def test_across_processes(
     assert tunings(again) == (found,)
 
 
+def test_a_process_that_hangs_is_waited_for_as_long_as_one_likes(
+    seconds: dict[str, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    """And what it did when it is killed is done by another one."""
+    options: Any = {"splitting_ops": [], "compile_sizes": [4]}
+    compiled = warmed_up(scaled, tuning="background", **options)
+    tuning = session_of(compiled).runtimes[0].background
+    workers = tuning._workers
+    while not (processes := set(workers._processes)):
+        time.sleep(0.01)
+    (process,) = processes
+    os.kill(process._popen.pid, signal.SIGSTOP)
+    begun = time.monotonic()
+    assert pw.adopt_tuned(compiled, wait=0.5) == ()
+    assert 0.5 <= time.monotonic() - begun < 60
+    assert pw.adopt_tuned(compiled, wait=0) == ()
+    said = [record.getMessage() for record in caplog.records]
+    assert all(re.fullmatch(r"still being tuned after .* s: piece 0 at \[4\]", s) for s in said)
+    assert len(said) == 2
+    caplog.clear()
+    assert pw.adopt_tuned(compiled) == ()
+    assert progress_of(compiled) == background.Progress(((0, (4,)),), (), {})
+    assert progress_of(compiled).lines() == ["being tuned in the background: piece 0 at [4]"]
+    os.kill(process._popen.pid, signal.SIGKILL)
+    tuning.wait(600)
+    assert progress_of(compiled) == background.Progress((), ((0, (4,)),), {})
+    assert progress_of(compiled).lines() == ["tuned, for pw.adopt_tuned to take: piece 0 at [4]"]
+    (found,) = pw.adopt_tuned(compiled, wait=600)
+    assert found.is_remembered
+    assert progress_of(compiled) == background.Progress((), (), {})
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("wait", [-1, -0.5, float("nan"), "1", None])
+def test_what_is_no_time_to_wait(imitation: Imitation, elsewhere: Elsewhere, wait: Any) -> None:
+    compiled = warmed_up(model, tuning="background", compile_sizes=[4])
+    with pytest.raises(pw.ConfigError, match=f"wait={wait!r}; give True, False, or a number"):
+        pw.adopt_tuned(compiled, wait=wait)
+    assert not elsewhere.waits
+
+
+@pytest.mark.parametrize(
+    ("wait", "seconds"),
+    [(True, math.inf), (math.inf, math.inf), (1, 1), (2.5, 2.5), (0, 0), (False, None)],
+)
+def test_times_to_wait(
+    imitation: Imitation, elsewhere: Elsewhere, wait: Any, seconds: float | None
+) -> None:
+    compiled = warmed_up(model, tuning="background", compile_sizes=[4])
+    pw.adopt_tuned(compiled, wait=wait)
+    expected = [] if seconds is None else [pytest.approx(seconds, abs=0.5)]
+    assert elsewhere.waits == expected
+
+
 def test_what_another_process_cannot_do_is_said(
     seconds: dict[str, float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("piecewise_backend.workers._COMMAND", ["/no/such/program"])
     with caplog.at_level(logging.WARNING):
         compiled = warmed_up(scaled, tuning="background", splitting_ops=[], compile_sizes=[4])
+        session_of(compiled).runtimes[0].background.wait(60)
+        before = progress_of(compiled)
         assert pw.adopt_tuned(compiled, wait=True) == ()
+    assert progress_of(compiled) == before
+    assert before.lines() == ["not tuned: piece 0 at [4]: no process is left to do it"]
     text = caplog.text
     assert "no process can be started" in text
     assert "piece 0 at (4,) is not tuned: no process is left to do it" in text

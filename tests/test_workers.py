@@ -6,9 +6,11 @@ import os
 import signal
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -126,18 +128,96 @@ def test_a_job_that_fails(make: Callable[..., Workers], tmp_path: Path) -> None:
     assert done(tmp_path) == ["held", "b"]
 
 
-def test_a_process_that_is_killed(make: Callable[..., Workers], tmp_path: Path) -> None:
+# Of a job: who does it.
+WRITE_PID = """
+open(folder + '/new', 'w').write(str(os.getpid()))
+os.rename(folder + '/new', folder + '/pid')
+"""
+
+
+def killed_in_the_middle(folder: Path) -> int:
+    """Kill the process that has said who it is, as the kernel does when memory ends."""
+    eventually((folder / "pid").exists)
+    pid = int((folder / "pid").read_text())
+    (folder / "pid").unlink()
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def test_what_a_killed_process_did_is_done_by_another(
+    make: Callable[..., Workers], tmp_path: Path
+) -> None:
+    pool = make()
+    pool.submit("a", job("a", WRITE_PID + waiting_for("go")))
+    killed = killed_in_the_middle(tmp_path)
+    pool.submit("b", job("b"))
+    (tmp_path / "go").touch()
+    pool.wait()
+    assert sorted(done(tmp_path)) == ["a", "b"]
+    assert int((tmp_path / "pid").read_text()) != killed
+    assert not pool.failures
+
+
+def test_a_process_that_is_killed_twice(make: Callable[..., Workers], tmp_path: Path) -> None:
     """Its job has failed, and another process does those that wait."""
     pool = make()
-    write = "open(folder + '/pid', 'w').write(str(os.getpid()))\n"
-    pool.submit("a", job("a", write + waiting_for("never")))
-    eventually(lambda: bool((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()))
+    pool.submit("a", job("a", WRITE_PID + waiting_for("never")))
+    assert killed_in_the_middle(tmp_path) != killed_in_the_middle(tmp_path)
     pool.submit("b", job("b"))
-    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
-    pool.take("a")
-    assert pool.failures["a"] == "its process ended with -9: it said nothing"
     pool.wait()
+    assert pool.failures == {"a": "its process ended with -9: it said nothing"}
     assert done(tmp_path) == ["b"]
+
+
+def test_a_thread_whose_job_another_one_tries_again_leaves_it_alone(
+    make: Callable[..., Workers], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one has it before the first has done with its process."""
+    pool = make(2)
+    pool.submit("held", job("held", waiting_for("go")))
+    pool.submit("a", job("a", WRITE_PID + waiting_for("on")))
+    eventually((tmp_path / "pid").exists)
+    put_back = pool._is_put_back
+
+    def put_back_slowly(*args: Any) -> bool:
+        is_so = put_back(*args)
+        (tmp_path / "go").touch()
+        eventually((tmp_path / "pid").exists)
+        return is_so
+
+    monkeypatch.setattr(pool, "_is_put_back", put_back_slowly)
+    killed_in_the_middle(tmp_path)
+    eventually((tmp_path / "pid").exists)
+    assert pool.is_left("a")
+    (tmp_path / "on").touch()
+    pool.wait()
+    assert sorted(done(tmp_path)) == ["a", "held"]
+    assert not pool.failures
+
+
+def test_who_waits_for_what_a_killed_process_did_does_it_himself(
+    make: Callable[..., Workers], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make()
+    pool.submit("a", job("a", WRITE_PID + waiting_for("never")))
+    eventually((tmp_path / "pid").exists)
+    monkeypatch.setattr(workers, "_COMMAND", ["/no/such/program"])
+    threading.Timer(0.2, killed_in_the_middle, [tmp_path]).start()
+    pool.take("a")
+    assert pool.failures == {"a": "its process ended with -9: it said nothing"}
+    assert not done(tmp_path)
+
+
+def test_what_fails_is_not_tried_again(make: Callable[..., Workers], tmp_path: Path) -> None:
+    pool = make()
+    count = "open(folder + '/tries', 'a').write('x')\n"
+    pool.submit("a", job("a", count + "raise ValueError('no such thing')"))
+    pool.submit("b", job("b", count + "os.write(2, b'cannot go on'); os._exit(3)"))
+    pool.wait()
+    assert (tmp_path / "tries").read_text() == "xx"
+    assert pool.failures == {
+        "a": "no such thing", "b": "its process ended with 3: cannot go on",
+    }  # fmt: skip
 
 
 def test_processes_that_all_end(make: Callable[..., Workers], tmp_path: Path) -> None:
