@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
+import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -97,10 +98,9 @@ def _input(ref: Any) -> str:
 
 
 def _device(piece: DistinctPiece) -> torch.device:
-    """Where the piece computes; its tensors are on one device."""
+    """Where the piece computes; its tensors are on one device. No example is made in vain."""
     values = (_torch.example_of(node) for node in piece.module.graph.nodes)
-    examples = [*piece.examples.values(), *values]
-    tensors = [value for value in examples if isinstance(value, torch.Tensor)]
+    tensors = filter(torch.is_tensor, itertools.chain(piece.examples.values(), values))
     return next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import enum
+import functools
 from typing import TypeGuard
 
 import torch
@@ -41,9 +42,32 @@ class _Renamed(ast.NodeTransformer):
         return node
 
 
+@functools.lru_cache(maxsize=2**12)
+def parsed(source: str) -> ast.expr:
+    """A source as a tree, which nobody is to change: several ask about each.
+
+    Raises:
+        SyntaxError: not every name of Dynamo's is an expression.
+    """
+    return ast.parse(source, mode="eval").body
+
+
+def text_of(source: ast.expr) -> str:
+    """A source as text again."""
+    match source:
+        case ast.Name(name):
+            return name
+        case ast.Attribute(base, name):
+            return f"{text_of(base)}.{name}"
+        case ast.Subscript(base, ast.Constant(key)):
+            return f"{text_of(base)}[{key!r}]"
+    return ast.unparse(source)
+
+
+@functools.lru_cache(maxsize=2**12)
 def root_of(source: str) -> str | None:
     """The local variable that a source starts from, or None: `self` of `L['self'].weight`."""
-    for node in ast.walk(ast.parse(source, mode="eval")):
+    for node in ast.walk(parsed(source)):
         if _is_local(node):
             return str(node.slice.value)
     return None
@@ -52,8 +76,8 @@ def root_of(source: str) -> str | None:
 def is_plain(source: str) -> bool:
     """Attributes and items of locals and globals, and nothing that has to be called."""
     try:
-        tree = ast.parse(source, mode="eval").body
-    except SyntaxError:  # not every name of Dynamo's is an expression
+        tree = parsed(source)
+    except SyntaxError:
         return False
     while isinstance(tree, ast.Attribute | ast.Subscript):
         if isinstance(tree, ast.Subscript) and not isinstance(tree.slice, ast.Constant):

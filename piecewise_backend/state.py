@@ -24,7 +24,7 @@ from torch import nn
 
 from piecewise_backend.dict_watch import DictWatch, dict_watcher, sees_attributes
 from piecewise_backend.errors import ContractError
-from piecewise_backend.sources import PLAIN_VALUES
+from piecewise_backend.sources import PLAIN_VALUES, parsed, text_of
 
 
 class ModelState:
@@ -49,8 +49,8 @@ class ModelState:
             looked_at: names of what else the trace took something from. Plain values among it
                 became part of the code, and must stay what they are.
         """
-        self._expressions = {i: _parsed(name) for i, name in names.items()}
-        self._aliases = [(_parsed(a), _parsed(b)) for a, b in aliases]
+        self._expressions = {i: parsed(name) for i, name in names.items()}
+        self._aliases = [(parsed(a), parsed(b)) for a, b in aliases]
         self._namespace = namespace
         self._cells = cells
         self._constants: list[tuple[ast.expr, Any]] = []
@@ -63,7 +63,7 @@ class ModelState:
     def _find_constants(self, names: Sequence[str]) -> None:
         links = _Links(self._namespace, self._cells)
         for name in names:
-            expression = _parsed(name)
+            expression = parsed(name)
             try:
                 value = links.follow(expression)
             except (AttributeError, KeyError, IndexError, TypeError):
@@ -82,21 +82,17 @@ class ModelState:
         for one, other in self._aliases:
             if _follow(links, one) is not _follow(links, other):
                 raise ContractError(
-                    f"{ast.unparse(one)} and {ast.unparse(other)} were one object when the model "
+                    f"{text_of(one)} and {text_of(other)} were one object when the model "
                     "was traced and are two now; compile the model anew"
                 )
         for expression, traced in self._constants:
             value = _follow(links, expression)
             if type(value) is not type(traced) or value != traced:
                 raise ContractError(
-                    f"{ast.unparse(expression)} was {traced!r} when the model was traced, which is "
+                    f"{text_of(expression)} was {traced!r} when the model was traced, which is "
                     f"part of the compiled code, and is now {value!r}; compile the model anew"
                 )
         self.values, self.was_replaced = values, links.check()
-
-
-def _parsed(name: str) -> ast.expr:
-    return ast.parse(name, mode="eval").body
 
 
 def _follow(links: _Links, expression: ast.expr) -> Any:
@@ -104,7 +100,7 @@ def _follow(links: _Links, expression: ast.expr) -> Any:
         return links.follow(expression)
     except (AttributeError, KeyError, IndexError, TypeError) as error:
         raise ContractError(
-            f"{ast.unparse(expression)} was read by the trace and is gone "
+            f"{text_of(expression)} was read by the trace and is gone "
             f"({type(error).__name__}: {error}); compile the model anew"
         ) from error
 
@@ -122,7 +118,7 @@ class _Links:
 
     def follow(self, node: ast.expr) -> Any:
         """What an expression finds."""
-        text = ast.unparse(node)
+        text = text_of(node)
         if text not in self._found:
             self._found[text] = self._look_up(node)
         return self._found[text]
