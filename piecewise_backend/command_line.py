@@ -32,17 +32,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="piecewise")
     cache = parser.add_subparsers(required=True).add_parser("cache", help="the compilation cache")
+    _add_directory(cache, default=None)
     commands = cache.add_subparsers(dest="command", required=True)
     for name, help_text in _HELP.items():
         command = commands.add_parser(name, help=help_text, description=help_text)
-        command.add_argument(
-            "--dir", type=Path, help="the cache; if not given, PIECEWISE_CACHE_DIR or the default"
-        )
+        _add_directory(command, default=argparse.SUPPRESS)  # or it would undo the one before
         if name == "explain":
             command.add_argument(
                 "entry", nargs="?", default="", help="how its name starts; the newest if not given"
             )
     return parser
+
+
+def _add_directory(parser: argparse.ArgumentParser, default: str | None) -> None:
+    help_text = "the cache, as cache_dir= has it; if not given, PIECEWISE_CACHE_DIR or 'default'"
+    parser.add_argument("--dir", type=_directory, default=default, help=help_text)
+
+
+def _directory(text: str) -> Path:
+    """What the option `cache_dir` makes of it, if that is a directory."""
+    found = option_checks.cache_dir("--dir", text) if text else None
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no directory; give a path, or 'default'")
+    return found
 
 
 def _list(root: Path, given: argparse.Namespace) -> Iterator[str]:

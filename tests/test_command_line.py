@@ -118,6 +118,34 @@ def test_the_directory_comes_from_the_option_or_the_users_cache(
     assert f"nothing in {root / 'xdg' / 'piecewise_backend'}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["list", "explain"])
+def test_the_directory_may_stand_before_the_command_and_the_last_one_counts(
+    root: Path, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cache", "--dir", str(root), command]) == 0
+    assert main(["cache", "--dir", str(tmp_path / "none"), command, "--dir", str(root)]) == 0
+    assert main(["cache", "--dir", str(root), command, "--dir", str(tmp_path / "none")]) == 1
+    assert f"nothing in {tmp_path / 'none'}" in capsys.readouterr().out
+
+
+def test_the_directory_is_given_as_cache_dir_is(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(root / "xdg"))
+    monkeypatch.setenv("HOME", str(root / "home"))
+    monkeypatch.setenv("PIECEWISE_CACHE_DIR", str(root))
+    for given, place in (("default", "xdg/piecewise_backend"), ("~/mine", "home/mine")):
+        assert main(["cache", "list", "--dir", given]) == 1
+        assert capsys.readouterr().out == f"nothing in {root / place}\n"
+
+
+@pytest.mark.parametrize("value", ["off", ""])
+def test_what_is_no_directory_is_explained(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["cache", "--dir", value, "list"])
+    assert f"--dir: {value!r} is no directory; give a path, or 'default'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("value", "xdg", "expected"),
     [
