@@ -18,6 +18,7 @@ from piecewise_backend.cache_contents import clear, entries
 from piecewise_backend.cache_entry import Damaged, Record
 from piecewise_backend.cache_misses import why_missed
 from piecewise_backend.config import Config
+from piecewise_backend.trace_words import call_of, is_of_trace
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -99,9 +100,9 @@ def _summary(record: Record | Damaged | None) -> str:
         return str(record or "removed meanwhile")
     known: Any = {"piece": {}, "sizes": [], "torch": {}, "machine": {}} | dict(record.key)
     device, version = known["machine"].get("device"), known["torch"].get("version")
-    if "trace" in known:
+    if is_of_trace(known):
         what = "trace" if "answers" in known else "questions of traces"
-        return f"{what} of {str(known['trace']['function']).split()[0]}, {device}, torch {version}"
+        return f"{what} of {call_of(known)}, {device}, torch {version}"
     if "kernel choices of" in known:
         return f"what the kernels of artifact {known['kernel choices of'][:16]} chose when they ran"
     kind = "decision for " if "decision among" in known else ""

@@ -14,6 +14,7 @@ import pytest
 
 from piecewise_backend.cache_contents import entries
 from piecewise_backend.cache_entry import ARTIFACT
+from piecewise_backend.command_line import main
 
 PROJECT = Path(__file__).parents[1]
 
@@ -273,6 +274,18 @@ def test_a_process_traces_what_differs_and_a_later_one_nothing(tmp_path: Path) -
         counted = zip(variants, in_process(folder, *variants.values()), strict=True)
         for name, found in counted:
             was(found, LOADED if name in SAME else wanted, name)
+
+
+def test_the_command_shows_what_was_traced_and_what_differed(
+    cold: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copied(cold, tmp_path / "shop")
+    was(in_process(folder, OTHERS["an attribute of its settings"])[0], TRACED)
+    for command in ("list", "explain"):
+        assert main(["cache", command, "--dir", str(folder / "cache")]) == 0
+        text = capsys.readouterr().out
+        assert "  trace of shop.model.Model.forward(is_counted: True, x: float32 [*, 4])" in text
+    assert text.splitlines()[2:] == ["  reads self.layers[0].settings.heads: 2 -> 3"]
 
 
 EDITS = [
