@@ -13,7 +13,7 @@ from typing import Any
 
 _DIGEST = re.compile(r" ([0-9a-f]{8})[0-9a-f]{24}")
 _NAMES = (
-    (re.compile(r"G\['__builtins_dict___\d+'\]\['(\w+)'\]"), r"builtins.\1"),
+    (re.compile(r"G\['__builtins_dict__(?:_\d+)?'\]\['(\w+)'\]"), r"builtins.\1"),
     (re.compile(r"\b[LG]\['(\w+)'\]"), r"\1"),
     (re.compile(r"\._(?:modules|parameters|buffers)\['(\d+)'\]"), r"[\1]"),
     (re.compile(r"\._(?:modules|parameters|buffers)\['(\w+)'\]"), r".\1"),

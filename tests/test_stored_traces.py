@@ -410,6 +410,35 @@ def test_a_trace_that_cannot_be_compared_is_not_stored_and_what_was_not_there_is
         assert entries(folders[name] / "cache") == (), name
 
 
+def test_where_a_trace_is_made_in_a_process_is_no_question(tmp_path: Path) -> None:
+    """Dynamo numbers what it puts into globals, in the order of its traces."""
+    folder = shop(tmp_path)
+    names = ("an attribute of its settings", "a global", "a closure")
+    for found in in_process(folder, {}, *(OTHERS[name] for name in names)):
+        was(found, TRACED)
+    assert {kind: len(found) for kind, found in kinds(folder / "cache").items()} == {
+        "questions": 1,
+        "answers": 4,
+        "piece": 0,
+    }
+
+
+def test_a_module_that_is_imported_again_is_traced_as_without_a_cache(
+    cold: Path, tmp_path: Path
+) -> None:
+    """Dynamo goes on with the first import, and so must what it finds in the globals."""
+    other = OTHERS["an attribute of its settings"]
+    for number, names in enumerate((["shop.helpers"], ["shop.helpers", "shop.model"])):
+        folder = copied(cold, tmp_path / str(number))
+        again: dict[str, Any] = {"imported again": names}
+        first, *later = in_process(folder, {}, again, other)
+        was(first, LOADED, str(names))
+        for found in later:
+            was(found, TRACED, str(names))
+        was(in_process(folder, other)[0], TRACED, str(names))
+        was(in_process(folder, other)[0], LOADED, str(names))
+
+
 def test_no_weight_is_in_what_is_stored(cold: Path) -> None:
     for folder in kinds(cold / "cache")["answers"]:
         assert b"torch._utils" not in (folder / ARTIFACT).read_bytes()

@@ -89,6 +89,7 @@ from piecewise_backend._torch.reads import (
     Read,
     is_taken_as_constant,
     marked_dims,
+    module_of_dynamo,
     process_state,
 )
 from piecewise_backend._torch.rewriting import (
@@ -182,6 +183,7 @@ __all__ = [
     "marked_dims",
     "may_be_same_size",
     "mode_patches",
+    "module_of_dynamo",
     "num_noted",
     "number_of",
     "numeric_switches",
