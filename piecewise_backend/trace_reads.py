@@ -96,6 +96,8 @@ def questions_of(
             raise NoContentError(f"a guard {read.kind} on {read.source or 'the process'}")
         if not isinstance(read.detail, str | int | float | None):
             raise NoContentError(f"a guard {read.kind} about {read.detail!r}")
+        if _torch.UNNAMED_SCOPE in f"{read.source} {read.detail}":
+            raise NoContentError("globals of no module, or of one that was imported again")
     assert rewritten.code is not None
     names = [*_torch.global_names(rewritten.code), *_aliases(rewritten.reads)]
     aliases = [name for name in dict.fromkeys(names) if name.startswith(_ALIASES)]

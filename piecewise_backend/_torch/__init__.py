@@ -86,6 +86,7 @@ from piecewise_backend._torch.operators import (
 from piecewise_backend._torch.reads import (
     BUILTINS_ALIAS,
     IMPORT_ALIAS,
+    UNNAMED_SCOPE,
     Read,
     is_taken_as_constant,
     marked_dims,
@@ -130,6 +131,7 @@ __all__ = [
     "IMPORT_ALIAS",
     "KNOWN_SOURCE",
     "TRACE_ERRORS",
+    "UNNAMED_SCOPE",
     "CompileScope",
     "CustomOpDef",
     "ExampleLater",

@@ -21,6 +21,10 @@ traces, for good. What else it puts there goes with the trace."""
 BUILTINS_ALIAS = "__builtins_dict__"
 """The same for the dictionary of builtins, which goes with the trace."""
 
+UNNAMED_SCOPE = "___unnamed_scope"
+"""The same for the globals of a function that are those of no module in `sys.modules`; the rest of
+the name is an address."""
+
 _OF_PROCESS = {
     *("SHAPE_ENV", "GRAD_MODE", "DETERMINISTIC_ALGORITHMS", "GLOBAL_STATE", "DEFAULT_DEVICE"),
     *("TORCH_FUNCTION_STATE", "AUTOGRAD_SAVED_TENSORS_HOOKS"),
