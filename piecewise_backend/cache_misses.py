@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from piecewise_backend.cache_entry import SIZES, Key, Record
+from piecewise_backend.trace_words import function_of, in_words, is_of_trace
 
 _MOST_DIFFERENCES = 12
 
@@ -22,10 +23,10 @@ def why_missed(key: Key, others: Mapping[str, Record]) -> tuple[str, ...]:
         key: what was wanted.
         others: entries by name; those of another kind could not have served.
     """
-    others = {name: record for name, record in others.items() if record.key.keys() == key.keys()}
+    others = {name: other for name, other in others.items() if _is_alike(other.key, key)}
     if not others:
         return ("nothing was there that could have served",)
-    differences = {name: _essential(explain(other.key, key)) for name, other in others.items()}
+    differences = {name: _differences(other.key, key) for name, other in others.items()}
     nearest = min(differences, key=lambda name: len(differences[name]))
     lines, about = differences[nearest], others[nearest].about
     if not lines:
@@ -39,9 +40,18 @@ def why_missed(key: Key, others: Mapping[str, Record]) -> tuple[str, ...]:
     )
 
 
-def _essential(differences: tuple[str, ...]) -> tuple[str, ...]:
-    """Other sizes are no reason by themselves."""
-    return tuple(line for line in differences if not line.startswith(f"{SIZES}."))
+def _is_alike(key: Key, wanted: Key) -> bool:
+    """It is of the same kind, and if it is of a trace, of the same function."""
+    if key.keys() != wanted.keys():
+        return False
+    return not is_of_trace(key) or function_of(key) == function_of(wanted)
+
+
+def _differences(key: Key, wanted: Key) -> tuple[str, ...]:
+    if is_of_trace(key):
+        return explain(*in_words(key, wanted))
+    # Other sizes are no reason by themselves.
+    return tuple(x for x in explain(key, wanted) if not x.startswith(f"{SIZES}."))
 
 
 def explain(one: Any, other: Any, where: str = "") -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from piecewise_backend.cache_contents import clear, entries
 from piecewise_backend.cache_entry import Damaged, Record
 from piecewise_backend.cache_misses import why_missed
 from piecewise_backend.config import Config
+from piecewise_backend.trace_words import call_of, is_of_trace
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,17 +33,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="piecewise")
     cache = parser.add_subparsers(required=True).add_parser("cache", help="the compilation cache")
+    _add_directory(cache, default=None)
     commands = cache.add_subparsers(dest="command", required=True)
     for name, help_text in _HELP.items():
         command = commands.add_parser(name, help=help_text, description=help_text)
-        command.add_argument(
-            "--dir", type=Path, help="the cache; if not given, PIECEWISE_CACHE_DIR or the default"
-        )
+        _add_directory(command, default=argparse.SUPPRESS)  # or it would undo the one before
         if name == "explain":
             command.add_argument(
                 "entry", nargs="?", default="", help="how its name starts; the newest if not given"
             )
     return parser
+
+
+def _add_directory(parser: argparse.ArgumentParser, default: str | None) -> None:
+    help_text = "the cache, as cache_dir= has it; if not given, PIECEWISE_CACHE_DIR or 'default'"
+    parser.add_argument("--dir", type=_directory, default=default, help=help_text)
+
+
+def _directory(text: str) -> Path:
+    """What the option `cache_dir` makes of it, if that is a directory."""
+    found = option_checks.cache_dir("--dir", text) if text else None
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no directory; give a path, or 'default'")
+    return found
 
 
 def _list(root: Path, given: argparse.Namespace) -> Iterator[str]:
@@ -87,9 +100,9 @@ def _summary(record: Record | Damaged | None) -> str:
         return str(record or "removed meanwhile")
     known: Any = {"piece": {}, "sizes": [], "torch": {}, "machine": {}} | dict(record.key)
     device, version = known["machine"].get("device"), known["torch"].get("version")
-    if "trace" in known:
+    if is_of_trace(known):
         what = "trace" if "answers" in known else "questions of traces"
-        return f"{what} of {str(known['trace']['function']).split()[0]}, {device}, torch {version}"
+        return f"{what} of {call_of(known)}, {device}, torch {version}"
     if "kernel choices of" in known:
         return f"what the kernels of artifact {known['kernel choices of'][:16]} chose when they ran"
     kind = "decision for " if "decision among" in known else ""

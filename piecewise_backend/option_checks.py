@@ -165,14 +165,16 @@ def passes(name: str, value: Any) -> tuple[Pass, ...]:
 
 def check_tuned(values: Mapping[str, Any], capture_sizes: tuple[int, ...]) -> None:
     """Versions are measured as they will run: compiled, and replayed from graphs."""
-    is_eager = values.get("compiler") == "eager"
-    has_graphs = values.get("cudagraph_mode") is not CUDAGraphMode.NONE
-    for name in ("compile_sizes", "compile_ranges_endpoints"):
-        if values.get(name) and (is_eager or not has_graphs) and values.get("level", 3) == 3:
-            other = "compiler='eager'" if is_eager else "cudagraph_mode='none'"
+    if other := _excludes_tuning(values):
+        for name in ("compile_sizes", "compile_ranges_endpoints"):
+            if sizes := values.get(name):
+                raise ConfigError(
+                    f"{name}={list(sizes)} with {other}; versions are compiled, and measured "
+                    "under replay: leave one of the two out"
+                )
+        if values.get("tuning") == "background":
             raise ConfigError(
-                f"{name}={list(values[name])} with {other}; versions are compiled, and measured "
-                "under replay: leave one of the two out"
+                f"tuning='background' with {other}; nothing is tuned: leave one of the two out"
             )
     others = sorted(set(values.get("compile_sizes", ())) - set(capture_sizes))
     if others:
@@ -180,3 +182,12 @@ def check_tuned(values: Mapping[str, Any], capture_sizes: tuple[int, ...]) -> No
             f"compile_sizes has {others}, which are not among the capture sizes "
             f"{list(capture_sizes)}; batches are padded to these: name some of them"
         )
+
+
+def _excludes_tuning(values: Mapping[str, Any]) -> str | None:
+    """The option because of which nothing is compiled, or nothing is replayed."""
+    if (level := values.get("level", 3)) < 3:  # it decides the other two
+        return f"level={level}"
+    if values.get("compiler") == "eager":
+        return "compiler='eager'"
+    return "cudagraph_mode='none'" if values.get("cudagraph_mode") is CUDAGraphMode.NONE else None

@@ -96,11 +96,15 @@ def questions_of(
             raise NoContentError(f"a guard {read.kind} on {read.source or 'the process'}")
         if not isinstance(read.detail, str | int | float | None):
             raise NoContentError(f"a guard {read.kind} about {read.detail!r}")
+        if _torch.UNNAMED_SCOPE in f"{read.source} {read.detail}":
+            raise NoContentError("globals of no module, or of one that was imported again")
     assert rewritten.code is not None
     names = [*_torch.global_names(rewritten.code), *_aliases(rewritten.reads)]
     aliases = [name for name in dict.fromkeys(names) if name.startswith(_ALIASES)]
     modules = {name: _module_name(name, namespace) for name in aliases}
-    questions = Questions(rewritten.reads, dict(varying), modules, (), tuple(ops), tuple(fit))
+    reads = tuple(_without_numbers(read) for read in rewritten.reads)
+    modules = {_without_number(alias): name for alias, name in modules.items()}
+    questions = Questions(reads, dict(varying), modules, (), tuple(ops), tuple(fit))
     content = Content()
     _read_all(questions, content, frame, namespace)
     functions = functions_not_seen(content, rewritten.inlined)
@@ -161,12 +165,24 @@ def scope_of(
     return _torch.source_namespace() | {"L": frame, "G": everywhere}
 
 
+def _without_numbers(read: _torch.Read) -> _torch.Read:
+    """Dynamo numbers the dictionary of builtins: a later trace of a process has another name."""
+    detail = _without_number(read.detail) if isinstance(read.detail, str) else read.detail
+    return _torch.Read(read.kind, _without_number(read.source), detail)
+
+
+def _without_number(source: str) -> str:
+    return re.sub(rf"\b{_torch.BUILTINS_ALIAS}_\d+\b", _torch.BUILTINS_ALIAS, source)
+
+
 def _module_name(alias: str, namespace: Mapping[str, Any]) -> str:
     value = namespace.get(alias)
     if value is vars(builtins):
         return _BUILTINS
-    if not isinstance(value, types.ModuleType) or sys.modules.get(value.__name__) is not value:
+    if not isinstance(value, types.ModuleType):
         raise NoContentError(f"{alias}, which is no module")
+    if sys.modules.get(value.__name__) is not value:
+        raise NoContentError(f"{value.__name__}, which was imported again since Dynamo took it")
     return value.__name__
 
 

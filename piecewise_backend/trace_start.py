@@ -114,12 +114,17 @@ class StoredTraces:
         return Started(runtime, rewritten, found.trace.code)
 
     def _gone(self, found: Found) -> str:
-        """A global that Dynamo's code needs and that is not there, or is something else."""
+        """A global that Dynamo's code needs and that is not there, or is something else.
+
+        Dynamo goes on with the first import of a module that was imported again, and refuses to
+        trace in globals that have the other one.
+        """
         missing = [name for name in found.trace.globals if name not in self._namespace]
         taken = [
             name
             for name, module in imports_of(found.questions).items()
             if self._namespace.get(name, module) is not module
+            or _torch.module_of_dynamo(module.__name__) is not module
         ]
         return ", ".join((*missing, *taken))
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from piecewise_backend.artifact_store import ArtifactStore
-from piecewise_backend.cache_entry import KEY, name_of
+from piecewise_backend.cache_entry import KEY, Record, name_of
+from piecewise_backend.cache_misses import why_missed
 from piecewise_backend.command_line import main
 from piecewise_backend.config import Config
 from piecewise_backend.errors import ConfigError
@@ -79,6 +80,102 @@ def test_explain_names_what_differs_from_the_nearest_entry(
     assert lines[2:] == ["  torch.version: '2.13' -> '2.14'"]
 
 
+def trace(function: str, reads: dict[str, Any], fit: list[str]) -> dict[str, Any]:
+    """The key of a stored trace."""
+    x = [["Tensor", "torch.float32", "cpu", [None, 4], "contiguous", [False, False]], {}]
+    parameters = {"x": x, "n": "int 3", "pair": ["tuple", x, "NoneType None"]}
+    return {
+        "trace": {"function": f"{function} {'c0de' * 8}", "parameters": parameters},
+        "answers": {"reads": reads, "fit": fit},
+        "torch": {"version": "2.13"},
+        "machine": {"device": "some GPU"},
+    }
+
+
+WEIGHT = "L['self']._modules['layers']._modules['0']._parameters['weight']"
+READS = {
+    "G['__builtins_dict___2']['iter'] BUILTIN_MATCH": "builtins.iter",
+    "G['__import_shop_dot_helpers'].SCALE CONSTANT_MATCH": "float 0x1.8p+1",
+    "L['self'].act EQUALS_MATCH": "str 'silu'",
+    "L['self'].act CONSTANT_MATCH": "str 'silu'",
+    "L['self'].order CONSTANT_MATCH": ["tuple", "int 1", "int 2"],
+    "L['self'] TYPE_MATCH": [f"shop.Model {'a' * 32}", "act"],
+    f"{WEIGHT} TENSOR_MATCH": ["Parameter", "torch.float16", "cuda:0", [4], [2], [True, False]],
+}
+FIT = ["L['x'].size()[0]: s77", f"{WEIGHT}: (4,) (1,)"]
+OTHER_READS: list[tuple[dict[str, Any], list[str], str]] = [
+    (
+        {"L['self'].act EQUALS_MATCH": "str 'none'", "L['self'].act CONSTANT_MATCH": "str 'none'"},
+        [],
+        "reads self.act: 'silu' -> 'none'",
+    ),
+    (
+        {"G['__import_shop_dot_helpers'].SCALE CONSTANT_MATCH": "float 0x1.0p-2"},
+        [],
+        "reads shop.helpers.SCALE: 3.0 -> 0.25",
+    ),
+    (
+        {"L['self'] TYPE_MATCH": [f"shop.Model {'b' * 32}", "act"]},
+        [],
+        "reads self.class: shop.Model (code aaaaaaaa) -> shop.Model (code bbbbbbbb)",
+    ),
+    (
+        {"L['self'] TYPE_MATCH": [f"shop.Model {'a' * 32}", "act", "factor"]},
+        [],
+        "reads self.has factor: (absent) -> True",
+    ),
+    (
+        {f"{WEIGHT} TENSOR_MATCH": [*READS[f"{WEIGHT} TENSOR_MATCH"][:-1], [False, False]]},
+        [],
+        "reads self.layers[0].weight: float16 [4] Parameter on cuda:0 strides [2] with gradient -> "
+        "float16 [4] Parameter on cuda:0 strides [2]",
+    ),
+    ({}, ["s77 <= 6", *FIT], "assumes s77 <= 6: (absent) -> True"),
+    (
+        {"L['self'].order CONSTANT_MATCH": ["tuple", "int 2", "int 1"]},
+        [],
+        "answers.reads.L['self'].order CONSTANT_MATCH.1: 'int 1' -> 'int 2'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("reads", "fit", "line"), OTHER_READS)
+def test_explain_names_what_a_trace_read_as_the_program_does(
+    tmp_path: Path,
+    reads: dict[str, Any],
+    fit: list[str],
+    line: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    wanted = trace("shop.Model.forward", READS | reads, fit or FIT)
+    others = [trace("shop.Model.forward", READS, FIT), trace("shop.Other.forward", READS, FIT)]
+    store = ArtifactStore(tmp_path)
+    for age, one in enumerate([*others, wanted]):
+        store.fetch(one, *recipe(bytes(20)))
+        for file in (tmp_path / name_of(one)).iterdir():
+            os.utime(file, (1000 + age, 1000 + age))
+    _, lines = run(capsys, tmp_path, "explain")
+    call = "shop.Model.forward(n: 3, pair: [float32 [*, 4], None], x: float32 [*, 4])"
+    assert lines[0] == f"{name_of(wanted)}  trace of {call}, some GPU, torch 2.13"
+    assert name_of(others[0]) in lines[1]
+    assert lines[2] == f"  {line}"
+    assert run(capsys, tmp_path, "explain", name_of(others[1]))[1][1:] == [
+        "nothing was there that could have served"
+    ]
+
+
+def test_what_a_trace_read_in_consequence_is_no_reason() -> None:
+    """Nor are the names that Dynamo numbers."""
+    reads = {name.replace("___2", "___4"): value for name, value in READS.items()}
+    reads |= {"L['self'].act EQUALS_MATCH": "str 'none'", "L['self'].limit EQUALS_MATCH": "int 3"}
+    there = trace("shop.Model.forward", {"L['self'].act EQUALS_MATCH": "str 'silu'"}, FIT)
+    there["answers"]["reads"] |= {"G['__builtins_dict___2']['iter'] BUILTIN_MATCH": "builtins.iter"}
+    found = why_missed(
+        trace("shop.Model.forward", reads, FIT), {"there": Record(there, {}, "no digest")}
+    )
+    assert found[1:] == ("  reads self.act: 'silu' -> 'none'",)
+
+
 def test_explain_of_the_first_entry_and_of_none(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,6 +213,34 @@ def test_the_directory_comes_from_the_option_or_the_users_cache(
     monkeypatch.setenv("XDG_CACHE_HOME", str(root / "xdg"))
     assert main(["cache", "list"]) == 1
     assert f"nothing in {root / 'xdg' / 'piecewise_backend'}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["list", "explain"])
+def test_the_directory_may_stand_before_the_command_and_the_last_one_counts(
+    root: Path, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cache", "--dir", str(root), command]) == 0
+    assert main(["cache", "--dir", str(tmp_path / "none"), command, "--dir", str(root)]) == 0
+    assert main(["cache", "--dir", str(root), command, "--dir", str(tmp_path / "none")]) == 1
+    assert f"nothing in {tmp_path / 'none'}" in capsys.readouterr().out
+
+
+def test_the_directory_is_given_as_cache_dir_is(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(root / "xdg"))
+    monkeypatch.setenv("HOME", str(root / "home"))
+    monkeypatch.setenv("PIECEWISE_CACHE_DIR", str(root))
+    for given, place in (("default", "xdg/piecewise_backend"), ("~/mine", "home/mine")):
+        assert main(["cache", "list", "--dir", given]) == 1
+        assert capsys.readouterr().out == f"nothing in {root / place}\n"
+
+
+@pytest.mark.parametrize("value", ["off", ""])
+def test_what_is_no_directory_is_explained(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["cache", "--dir", value, "list"])
+    assert f"--dir: {value!r} is no directory; give a path, or 'default'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

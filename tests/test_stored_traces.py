@@ -8,12 +8,19 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 
+from piecewise_backend._torch import Read
 from piecewise_backend.cache_contents import entries
 from piecewise_backend.cache_entry import ARTIFACT
+from piecewise_backend.command_line import main
+from piecewise_backend.passes.keys import NoContentError
+from piecewise_backend.trace_reads import questions_of
 
 PROJECT = Path(__file__).parents[1]
 
@@ -275,6 +282,18 @@ def test_a_process_traces_what_differs_and_a_later_one_nothing(tmp_path: Path) -
             was(found, LOADED if name in SAME else wanted, name)
 
 
+def test_the_command_shows_what_was_traced_and_what_differed(
+    cold: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copied(cold, tmp_path / "shop")
+    was(in_process(folder, OTHERS["an attribute of its settings"])[0], TRACED)
+    for command in ("list", "explain"):
+        assert main(["cache", command, "--dir", str(folder / "cache")]) == 0
+        text = capsys.readouterr().out
+        assert "  trace of shop.model.Model.forward(is_counted: True, x: float32 [*, 4])" in text
+    assert text.splitlines()[2:] == ["  reads self.layers[0].settings.heads: 2 -> 3"]
+
+
 EDITS = [
     ("helpers.py", "x * heads + SCALE", "x * heads - SCALE"),
     ("helpers.py", "x + amount", "x - amount"),
@@ -395,6 +414,46 @@ def test_a_trace_that_cannot_be_compared_is_not_stored_and_what_was_not_there_is
     for name, found in zip(USELESS, counted, strict=True):
         was(found, TRACED, name)
         assert entries(folders[name] / "cache") == (), name
+
+
+def test_where_a_trace_is_made_in_a_process_is_no_question(tmp_path: Path) -> None:
+    """Dynamo numbers what it puts into globals, in the order of its traces."""
+    folder = shop(tmp_path)
+    names = ("an attribute of its settings", "a global", "a closure")
+    for found in in_process(folder, {}, *(OTHERS[name] for name in names)):
+        was(found, TRACED)
+    assert {kind: len(found) for kind, found in kinds(folder / "cache").items()} == {
+        "questions": 1,
+        "answers": 4,
+        "piece": 0,
+    }
+
+
+def test_globals_that_only_this_process_has_are_no_question() -> None:
+    """So Dynamo of torch 2.14 names those of a module that was imported again."""
+    read = Read("CONSTANT_MATCH", "G['___unnamed_scope_139677612826752_c2']['SCALE']")
+    rewritten: Any = SimpleNamespace(reads=(read,))
+    with pytest.raises(NoContentError, match="imported again"):
+        questions_of(rewritten, {}, (), (), {}, {})
+
+
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) >= "2.14", reason="Dynamo traces no such model, cache or not"
+)
+def test_a_module_that_is_imported_again_is_traced_as_without_a_cache(
+    cold: Path, tmp_path: Path
+) -> None:
+    """Dynamo goes on with the first import, and so must what it finds in the globals."""
+    other = OTHERS["an attribute of its settings"]
+    for number, names in enumerate((["shop.helpers"], ["shop.helpers", "shop.model"])):
+        folder = copied(cold, tmp_path / str(number))
+        again: dict[str, Any] = {"imported again": names}
+        first, *later = in_process(folder, {}, again, other)
+        was(first, LOADED, str(names))
+        for found in later:
+            was(found, TRACED, str(names))
+        was(in_process(folder, other)[0], TRACED, str(names))
+        was(in_process(folder, other)[0], LOADED, str(names))
 
 
 def test_no_weight_is_in_what_is_stored(cold: Path) -> None:

@@ -377,6 +377,11 @@ def test_another_warm_up_compiles_nothing_again(
         ({"compile_sizes": [4], "compiler": "eager"}, "with compiler='eager'"),
         ({"compile_sizes": [4], "cudagraph_mode": "none"}, "with cudagraph_mode='none'"),
         ({"compile_ranges_endpoints": [4], "compiler": "eager"}, "leave one of the two out"),
+        ({"compile_sizes": [4], "level": 0}, r"compile_sizes=\[4\] with level=0; .*leave one"),
+        ({"compile_sizes": "cudagraph_capture_sizes", "level": 1}, r"=\[4, 8\] with level=1"),
+        ({"compile_ranges_endpoints": [4], "level": 2}, r"endpoints=\[4\] with level=2"),
+        ({"tuning": "background", "level": 0}, "tuning='background' with level=0.*leave one"),
+        ({"tuning": "background", "compiler": "eager"}, "with compiler='eager'"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
@@ -385,12 +390,15 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
 
 
 def test_options_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Config.from_options({"compile_sizes": [], "level": 0}).compile_sizes == ()
     monkeypatch.setenv("PIECEWISE_COMPILE_SIZES", "8,4")
     monkeypatch.setenv("PIECEWISE_COMPILE_RANGES_ENDPOINTS", "64")
     config = Config.from_options({"cudagraph_capture_sizes": [4, 8]})
     assert config.compile_sizes == (4, 8)
     assert config.compile_ranges_endpoints == (64,)
-    assert Config.from_options({"compile_sizes": [], "level": 0}).compile_sizes == ()
+    monkeypatch.setenv("PIECEWISE_LEVEL", "0")
+    with pytest.raises(pw.ConfigError, match=r"compile_sizes=\[4, 8\] with level=0"):
+        Config.from_options({"cudagraph_capture_sizes": [4, 8]})
 
 
 def test_replays_are_compared() -> None:

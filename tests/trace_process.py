@@ -25,6 +25,9 @@ SIZES = (5, 4, 8, 3, 3, 3, 16, 2, 33, 1, 7, 7, 7)
 
 def run(folder: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Compile a variant of the model, and call it at several sizes."""
+    for name in settings.get("imported again", ()):
+        del sys.modules[name]
+        importlib.import_module(name)
     shop = sys.modules["shop"]
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -85,9 +85,11 @@ from piecewise_backend._torch.operators import (
 from piecewise_backend._torch.reads import (
     BUILTINS_ALIAS,
     IMPORT_ALIAS,
+    UNNAMED_SCOPE,
     Read,
     is_taken_as_constant,
     marked_dims,
+    module_of_dynamo,
     process_state,
 )
 from piecewise_backend._torch.rewriting import (
@@ -128,6 +130,7 @@ __all__ = [
     "IMPORT_ALIAS",
     "KNOWN_SOURCE",
     "TRACE_ERRORS",
+    "UNNAMED_SCOPE",
     "CompileScope",
     "CustomOpDef",
     "ExampleLater",
@@ -180,6 +183,7 @@ __all__ = [
     "marked_dims",
     "may_be_same_size",
     "mode_patches",
+    "module_of_dynamo",
     "noted_choices",
     "number_of",
     "numeric_switches",

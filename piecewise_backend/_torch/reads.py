@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
 import torch._dynamo.config as dynamo_config
 from torch._C._functorch import peek_interpreter_stack
+from torch._dynamo import symbolic_convert
 from torch._guards import TracingContext
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -19,6 +20,10 @@ traces, for good. What else it puts there goes with the trace."""
 
 BUILTINS_ALIAS = "__builtins_dict__"
 """The same for the dictionary of builtins, which goes with the trace."""
+
+UNNAMED_SCOPE = "___unnamed_scope"
+"""The same for the globals of a function that are those of no module in `sys.modules`; the rest of
+the name is an address."""
 
 _OF_PROCESS = {
     *("SHAPE_ENV", "GRAD_MODE", "DETERMINISTIC_ALGORITHMS", "GLOBAL_STATE", "DEFAULT_DEVICE"),
@@ -67,6 +72,14 @@ def source_text(source: Any) -> str:
     """How Dynamo names a source; a method before torch 2.13."""
     name = getattr(source, "name", "")
     return str(name() if callable(name) else name)
+
+
+def module_of_dynamo(name: str) -> ModuleType:
+    """The module that Dynamo puts into globals: the first import that it has seen, for good.
+
+    There is no public way to ask; drop when torch looks into `sys.modules` anew.
+    """
+    return symbolic_convert._import_module(name)
 
 
 def traced_code(context: TracingContext) -> tuple[CodeType, ...]:
