@@ -25,6 +25,10 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
+# A process starts for as long as a few versions compile, and who waits for what it has begun waits
+# for that too: with 8 processes for 15 versions a warm-up took 66 s, with none 52 (H200, 16 cores).
+_VERSIONS_PER_PROCESS = 8
+
 
 class Ahead:
     """Compiles ahead for one model."""
@@ -44,22 +48,24 @@ class Ahead:
         self._begun: set[Hashable] = set()
 
     def start(self, wanted: Sequence[Wanted]) -> None:
-        """Begin with these, the last one first: the caller begins at the other end."""
-        for one in wanted:
+        """Begin with these, the last one first: the caller begins at the other end. Nothing is
+        begun of a few."""
+        wanted = [one for one in wanted if _name(one) not in self._begun]
+        num_processes = min(self._most, len(wanted) // _VERSIONS_PER_PROCESS)
+        for one in wanted if num_processes > 0 else ():
             try:
-                self._start(one)
+                self._start(one, num_processes)
             except NoContentError as error:
                 log.info("piece %d is not compiled ahead: it depends on %s", one.piece.index, error)
             except OSError as error:  # no temporary directory
                 log.info("nothing is compiled ahead: %s", error)
                 return
 
-    def _start(self, one: Wanted) -> None:
-        if _name(one) in self._begun:
-            return
+    def _start(self, one: Wanted, num_processes: int) -> None:
         self._begun.add(_name(one))
         message = message_of(CompileJob(record_piece(one.piece), one.numbers, one.special))
         self._workers = self._workers or self._make_workers()
+        self._workers.most = max(self._workers.most, num_processes)
         self._workers.submit(_name(one), message)
 
     def take(
@@ -82,7 +88,7 @@ class Ahead:
 
     def _make_workers(self) -> Workers:
         self._store = temporary_store()
-        workers = Workers(self._make_setup(self._store.root).as_message(), self._most)
+        workers = Workers(self._make_setup(self._store.root).as_message(), 1)
         weakref.finalize(self, workers.close)
         return workers
 

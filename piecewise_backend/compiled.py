@@ -23,9 +23,6 @@ from piecewise_backend.steps import SplitGraph
 from piecewise_backend.version import Call, Numbers
 from piecewise_backend.versions import Choice, Versions, numbers_of
 
-# A process that compiles ahead takes as long to start as some pieces take to compile.
-_MANY = 8
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompiledGraph:
@@ -164,8 +161,7 @@ def compile_graph(
         graph_passes=graph_passes,
         uncut=uncut,
     )
-    if len(distinct) >= _MANY:
-        compiler.prepare(_wanted_at(compiled, sizes))
+    compiler.prepare(_wanted_at(compiled, sizes))
     compiled.choices_at(sizes)
     return compiled
 

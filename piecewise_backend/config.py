@@ -95,9 +95,9 @@ class Config:
     `pw.adopt_tuned` lets what it has found serve."""
 
     compile_workers: int = 0
-    """Processes that compile versions ahead of the one that needs them: those of `compile_sizes`,
-    and pieces where there are many distinct ones. Each takes a core, and half a GiB of a GPU
-    meanwhile. None are started with `max_graph_memory`, as their memory would count."""
+    """Most processes that compile versions ahead of the one that needs them: those of
+    `compile_sizes`, and distinct pieces; one for every eight. Each takes a core, and half a GiB of
+    a GPU meanwhile. None are started with `max_graph_memory`, as their memory would count."""
 
     tensor_parallel_size: int = 1
     """Sizes that are no multiples of this are dropped."""

@@ -74,8 +74,9 @@ class Workers:
         """
         self.failures: dict[Hashable, str] = {}
         """By name, why jobs failed, or are tried again."""
+        self.most = most
+        """How many processes there may be from the next job on."""
         self._setup = setup
-        self._most = most
         self._niceness = niceness
         self._changed = threading.Condition()
         self._waiting: collections.OrderedDict[Hashable, bytes] = collections.OrderedDict()
@@ -91,7 +92,7 @@ class Workers:
                 return
             self.failures.pop(name, None)
             self._waiting[name] = message
-            if self._num_threads < min(self._most, len(self._waiting) + len(self._running)):
+            if self._num_threads < min(self.most, len(self._waiting) + len(self._running)):
                 threading.Thread(target=self._serve, daemon=True).start()
                 self._num_threads += 1
             self._changed.notify()

@@ -14,6 +14,7 @@ from torch.utils import _triton
 
 import piecewise_backend as pw
 from piecewise_backend import _torch
+from piecewise_backend import ahead as ahead_module
 from piecewise_backend.ahead import Ahead
 from piecewise_backend.artifact_store import ArtifactStore
 from piecewise_backend.cache_contents import entries
@@ -37,6 +38,11 @@ def _without_gradients() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def _a_process_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead_module, "_VERSIONS_PER_PROCESS", 1)
+
+
 @pytest.fixture
 def compiled_here(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What Inductor was asked for in this process."""
@@ -51,12 +57,12 @@ def compiled_here(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def ahead_with(passes: PassList, patches: dict[str, object]) -> Ahead:
+def ahead_with(passes: PassList, patches: dict[str, object], most: int = 1) -> Ahead:
     def setup(folder: Path) -> Setup:
         settings = _torch.settings_of_process(CPU)
         return Setup(CPU, settings, patches, passes.passes, False, folder, 2**30, "")
 
-    return Ahead(setup, 1)
+    return Ahead(setup, most)
 
 
 def scaled(x: Tensor) -> Tensor:
@@ -202,6 +208,17 @@ def test_the_mode_of_calls_is_no_matter(tmp_path: Path) -> None:
         with mode():
             (got, *_) = version.call(6, rows(6))
             same(got, piece.module(6, rows(6))[0], "whatever it was compiled under")
+
+
+def test_processes_are_started_for_many_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for every few of them; a later batch may start more."""
+    monkeypatch.setattr(ahead_module, "_VERSIONS_PER_PROCESS", 4)
+    monkeypatch.setattr("piecewise_backend.workers.Workers.submit", lambda *args: None)
+    ahead, piece = ahead_with(PassList(()), {}, 3), first_piece(scaled)
+    for numbers, num_processes in ((3, None), (11, 2), (15, 2), (27, 3), (90, 3)):
+        ahead.start([Wanted(piece, (number,)) for number in range(numbers)])
+        found = None if ahead._workers is None else ahead._workers.most
+        assert found == num_processes
 
 
 def test_none_unless_the_user_wants_some(monkeypatch: pytest.MonkeyPatch) -> None:

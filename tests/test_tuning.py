@@ -40,7 +40,7 @@ class Imitation:
         self.compiled: list[tuple[str, tuple[int, ...]]] = []
         """Names of versions, and the numbers that they were compiled for."""
         self.prepared: list[tuple[int, tuple[int, ...], str]] = []
-        """Those that were announced: pieces, numbers and names."""
+        """Special ones that were announced: pieces, numbers and names."""
         self.decided: set[tuple[int, tuple[int, ...]]] = set()
         """What another process has decided: pieces and numbers."""
         self.settled: list[tuple[str, tuple[int, ...]]] = []
@@ -69,7 +69,7 @@ class Imitation:
         return Version(call, violated_by)
 
     def prepare(self, wanted: Any) -> None:
-        self.prepared += [(w.piece.index, w.numbers, w.special.name) for w in wanted]
+        self.prepared += [(w.piece.index, w.numbers, w.special.name) for w in wanted if w.special]
 
     def asks_for(self, piece: Any, numbers: tuple[int, ...], tried: Any) -> Callable[[], bool]:
         return lambda: (piece.index, numbers) in self.decided

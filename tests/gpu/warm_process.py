@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.async_compile import AsyncCompile
 
 import piecewise_backend as pw
-from piecewise_backend import tuning
+from piecewise_backend import ahead, tuning
 from tests.fused_ops import EPS, plain_norm, plain_static
 from tests.helpers import SPLIT_OPS, attn, declare
 
@@ -50,6 +50,7 @@ class Layers(nn.Module):
 def main() -> None:
     """Warm up, call at every size, and say what that took."""
     cache, fastest, *sizes = sys.argv[1:]
+    ahead._VERSIONS_PER_PROCESS = 1  # where there are to be processes, they are to do something
     if "POOL_IS_READY" in os.environ:  # else that is a matter of time
         AsyncCompile.wait_pool_ready()
     if fastest != "measured":
