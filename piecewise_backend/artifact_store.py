@@ -226,7 +226,11 @@ class ArtifactStore:
             return
         there = {entry.name: entry.record() for entry in entries(self.root)}
         records = {name: found for name, found in there.items() if isinstance(found, Record)}
-        reasons = "\n  ".join(why_missed(key, records))
+        try:
+            reasons = "\n  ".join(why_missed(key, records))
+        except Exception as error:
+            # Keys there may be of any program and version; a call is not to fail over its log.
+            reasons = f"why cannot be said ({type(error).__name__}: {error})"
         log.info(
             "compilation cache: %s is not in %s: %s", cache_entry.name_of(key), self.root, reasons
         )

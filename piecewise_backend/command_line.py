@@ -18,6 +18,7 @@ from piecewise_backend.cache_contents import clear, entries
 from piecewise_backend.cache_entry import Damaged, Record
 from piecewise_backend.cache_misses import why_missed
 from piecewise_backend.config import Config
+from piecewise_backend.errors import ConfigError
 from piecewise_backend.trace_words import call_of, is_of_trace
 
 
@@ -52,7 +53,10 @@ def _add_directory(parser: argparse.ArgumentParser, default: str | None) -> None
 
 def _directory(text: str) -> Path:
     """What the option `cache_dir` makes of it, if that is a directory."""
-    found = option_checks.cache_dir("--dir", text) if text else None
+    try:
+        found = option_checks.cache_dir("--dir", text) if text else None
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no directory; give a path, or 'default'")
     return found

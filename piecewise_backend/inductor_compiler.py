@@ -8,7 +8,8 @@ Note [Settled]
 Inductor's coordinate descent happens when a kernel runs for the first time, and what it compiled
 then is not in the artifact, which is of the time before: each process that loads it would tune
 it again. So a version that was found to be the best is compiled once more, by kernels that begin
-with what was chosen, and this one is stored.
+with what was chosen, and this one is stored. Who made it and who loads it tries it before it
+serves; if it is no good it is stored nevertheless, so that nobody else makes it in vain.
 
 Note [One mode]
 Pieces are compiled at the trace, in captures, aside while they are announced, by other processes:
@@ -164,7 +165,7 @@ class InductorCompiler:
         There is nothing to do for one that was loaded.
         """
         job, store = self._job(Wanted(piece, numbers, special)), self._store
-        choices = self._chosen.get(job.of_kind)
+        choices = self._chosen.pop(job.of_kind, None)
         if store is None or not job.key or choices is None or not _torch.keeps_choices():
             return None
 

@@ -135,7 +135,10 @@ def cache_dir(name: str, value: Any) -> Path | None:
         return default_cache_dir()
     if not isinstance(value, str | os.PathLike) or not value:
         raise ConfigError(f"{name}={value!r}; give a path, 'default', or 'off'")
-    return Path(value).expanduser()
+    try:
+        return Path(value).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{name}={value!r}: {error}; give an absolute path") from error
 
 
 def cache_size(name: str, value: Any) -> int:

@@ -57,10 +57,10 @@ def text_of(source: ast.expr) -> str:
     match source:
         case ast.Name(name):
             return name
-        case ast.Attribute(base, name):
-            return f"{text_of(base)}.{name}"
-        case ast.Subscript(base, ast.Constant(key)):
-            return f"{text_of(base)}[{key!r}]"
+        case ast.Attribute(ast.Name() | ast.Attribute() | ast.Subscript(), name):
+            return f"{text_of(source.value)}.{name}"
+        case ast.Subscript(ast.Name() | ast.Attribute() | ast.Subscript(), ast.Constant(key)):
+            return f"{text_of(source.value)}[{key!r}]"
     return ast.unparse(source)
 
 

@@ -19,6 +19,7 @@ _NAMES = (
     (re.compile(r"\._(?:modules|parameters|buffers)\['(\w+)'\]"), r".\1"),
     (re.compile(r"\b__import_(\w+)"), lambda found: found[1].replace("_dot_", ".")),
 )
+_TENSORS = ("Tensor", "Parameter", "Buffer")
 _QUESTION = re.compile(r"(?P<source>.*?) (?P<kind>[A-Z]+(?:_[A-Z]+)*)(?P<detail> .*)?")
 
 
@@ -128,7 +129,11 @@ def _parameter(value: Any) -> str:
 
 
 def _is_tensor(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 6 and isinstance(value[3], list)
+    """As `trace_content.tensor` has it, and nothing else that a trace reads has it."""
+    match value:
+        case [str(kind), str(dtype), str(), list(), list() | str(), [bool(), bool()]]:
+            return kind in _TENSORS and dtype.startswith("torch.")
+    return False
 
 
 def _tensor(value: list[Any]) -> str:

@@ -63,7 +63,8 @@ class Tuning:
     failures: Mapping[str, str]
     """Versions that could not be compiled, recorded or tried, or are wrong, and why."""
     is_remembered: bool = False
-    """Another process decided (`cache_dir`, `tuning`), and nothing was measured now."""
+    """Another process decided (`cache_dir`, `tuning`). What it has found is at most compared with
+    the version for all sizes once more."""
 
     def as_json(self) -> bytes:
         """What another process may know of it."""

@@ -87,9 +87,12 @@ class Versions:
     def settle(self, numbers: Numbers, special: Specialization) -> Version | None:
         """Keep a version of a kind for other processes, now that it has run.
 
-        Returns it as they will have it, if that is not as it is.
+        Returns it as they will have it, if that is not as it is; other sizes get that then.
         """
-        return self._compiler.settle(self.piece, numbers, special)
+        settled = self._compiler.settle(self.piece, numbers, special)
+        if settled is not None:
+            self._special[special.name] = settled
+        return settled
 
     def recall(
         self,

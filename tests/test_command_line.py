@@ -164,6 +164,23 @@ def test_explain_names_what_a_trace_read_as_the_program_does(
     ]
 
 
+@pytest.mark.parametrize(
+    ("group", "name", "one", "other"),
+    [
+        ("reads", "L['self'].t DICT_KEYS_MATCH", ["dict", "a", "b", ["tuple", "c"], "d", "e"], "f"),
+        ("reads", "L['self'].t EQUALS_MATCH", ["tuple", "1", "2", ["tuple", "3"], "4", "5"], "6"),
+        ("ops", "ns::op", [[f"ns::op.{n}() -> Tensor", 8 * "c0de"] for n in range(6)], "none"),
+    ],
+)
+def test_six_things_are_no_tensor(group: str, name: str, one: list[Any], other: str) -> None:
+    keys = [trace("shop.Model.forward", {}, FIT) for _ in range(2)]
+    for key, last in zip(keys, (one[-1], other), strict=True):
+        key["answers"].setdefault(group, {})[name] = [*one[:-1], last]
+    found = why_missed(keys[0], {"there": Record(keys[1], {}, "no digest")})
+    assert "is most like there" in found[0]
+    assert ("self.t" if group == "reads" else name) in "".join(found[1:])
+
+
 def test_what_a_trace_read_in_consequence_is_no_reason() -> None:
     """Nor are the names that Dynamo numbers."""
     reads = {name.replace("___2", "___4"): value for name, value in READS.items()}
@@ -241,6 +258,14 @@ def test_what_is_no_directory_is_explained(value: str, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit, match="2"):
         main(["cache", "--dir", value, "list"])
     assert f"--dir: {value!r} is no directory; give a path, or 'default'" in capsys.readouterr().err
+
+
+def test_a_home_that_nobody_has_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["cache", "--dir", "~no_such_user/x", "list"])
+    assert "--dir='~no_such_user/x': Could not determine home" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="give an absolute path"):
+        Config.from_options({"cache_dir": "~no_such_user/x"})
 
 
 @pytest.mark.parametrize(

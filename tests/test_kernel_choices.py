@@ -7,6 +7,7 @@ that they have.
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 from torch._inductor.runtime.autotune_cache import AutotuneCache
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-from piecewise_backend._torch.kernel_choices import loaded_kernels
+from piecewise_backend._torch.kernel_choices import loaded_kernels, noted_choices
 from piecewise_backend.artifact_store import ArtifactStore
 from piecewise_backend.cache_contents import entries
 from piecewise_backend.kernel_choices import NotesChoices, restore_choices, store_choices
@@ -172,6 +173,65 @@ def test_a_first_call_that_fails_is_not_the_first(store: ArtifactStore, inductor
     assert not restore_choices(store, b"artifact")
     call()
     assert restore_choices(store, b"artifact")
+
+
+def test_notes_that_are_gone(store: ArtifactStore, inductor: Path) -> None:
+    """Somebody has cleared Inductor's folder during the call, whose results are there."""
+    one, two = kernel(inductor, ONE), kernel(inductor, TWO)
+
+    def piece() -> str:
+        one.run()
+        shutil.rmtree(inductor)
+        two.run()
+        return "result"
+
+    assert noting(piece, store)() == "result"
+    shutil.rmtree(inductor)
+    assert restore_choices(store, b"artifact")
+    assert notes_in(inductor) == [note_of(two)]
+
+
+def test_a_forked_process_watches_nothing(inductor: Path) -> None:
+    """None of its threads does, whatever those of this one do; nor does it wait for them."""
+    original = CachingAutotuner.run
+    with noted_choices():
+        pid = os.fork()
+        if pid == 0:
+            is_right = CachingAutotuner.run is original
+            with noted_choices() as choices:
+                kernel(inductor, ONE).run()
+            os._exit(0 if is_right and len(choices) == 1 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert CachingAutotuner.run is original
+
+
+def test_what_somebody_else_puts_in_front_stays(inductor: Path) -> None:
+    with noted_choices() as choices:
+        ours = CachingAutotuner.run
+
+        def run(kernel: Any) -> None:
+            ours(kernel)
+
+        CachingAutotuner.run = run  # type: ignore[assignment, method-assign]
+        kernel(inductor, ONE).run()
+    assert CachingAutotuner.run is run
+    assert len(choices) == 1
+    kernel(inductor, TWO).run()
+    assert len(notes_in(inductor)) == 2
+
+
+def test_kernels_of_other_threads_are_left_alone(inductor: Path) -> None:
+    """They are loaded meanwhile, by somebody else."""
+    theirs = kernel(Path("/nowhere"), ONE)
+    theirs.compile_results = [SimpleNamespace(config=SimpleNamespace())]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CachingAutotuner, "recheck_autotune_cache", lambda *args: None)
+        with loaded_kernels(are_settled=True):
+            thread = threading.Thread(target=theirs.recheck_autotune_cache, args=(None,))
+            thread.start()
+            thread.join()
+    assert theirs.filename == f"/nowhere/{ONE}"
+    assert not hasattr(theirs.compile_results[0].config, "found_by_coordesc")
 
 
 @pytest.mark.parametrize("are_settled", [False, True])

@@ -45,6 +45,8 @@ class Imitation:
         """What another process has decided: pieces and numbers."""
         self.settled: list[tuple[str, tuple[int, ...]]] = []
         """The same of those that were kept for other processes."""
+        self.settled_once: set[tuple[str, int]] = set()
+        """Names and pieces: what was kept is what other sizes get then."""
         self.anew: set[str] = set()
         """Names of versions that are compiled once more to be kept, as "anew"."""
         self.broken: dict[str, Callable[[Any], Any]] = {}
@@ -78,8 +80,9 @@ class Imitation:
         self, piece: Any, numbers: tuple[int, ...], special: Specialization
     ) -> Version | None:
         self.settled.append((special.name, numbers))
-        if special.name not in self.anew:
+        if (special.name, piece.index) in self.settled_once or special.name not in self.anew:
             return None
+        self.settled_once.add((special.name, piece.index))
         return self.compile(piece, numbers, dataclasses.replace(special, name="anew"))
 
     def recall(self, piece: Any, numbers: Any, tried: Any, decide: Any, load: Any) -> Fetched[Any]:
@@ -304,6 +307,20 @@ def test_a_version_for_a_range_is_compiled_once(
     for size in (2, 8, 16, 5):
         same(compiled(rows(size)), model(rows(size)), f"{size} tokens")
     assert imitation.runs.keys() == {(first, 4), (first, 8), ("as traced", 16)}
+
+
+def test_what_other_processes_will_have_of_a_range_is_compiled_once(
+    imitation: Imitation, seconds: dict[str, float]
+) -> None:
+    name = "coordinate descent, 1 to 16 tokens"
+    seconds[name] = 0.5
+    imitation.anew.add(name)
+    compiled = warmed_up(compile_sizes=None, compile_ranges_endpoints=[16])
+    assert collections.Counter(n for n, _ in imitation.compiled)["anew"] == 2
+    imitation.runs.clear()
+    for size in (4, 8, 16):
+        same(compiled(rows(size)), model(rows(size)), f"{size} tokens")
+    assert {n for n, _ in imitation.runs} == {"anew"}
 
 
 def test_sizes_beyond_the_last_range_are_not_tuned(imitation: Imitation) -> None:

@@ -10,6 +10,7 @@ ever compiled. All of this ends when that takes a selection.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -33,13 +34,15 @@ class _Watches:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._watches: list[tuple[int, list[Any]]] = []
-        self._run = CachingAutotuner.run
+        self._original: Any = None
+        self._ours: Any = None
 
     def begin(self, kernels: list[Any]) -> None:
         """Collect what the thread runs from now on."""
         with self._lock:
             if not self._watches:
-                self._run, CachingAutotuner.run = CachingAutotuner.run, self._watched()  # type: ignore[method-assign]
+                self._original, self._ours = CachingAutotuner.run, self._watched()
+                CachingAutotuner.run = self._ours  # type: ignore[method-assign]
             self._watches.append((threading.get_ident(), kernels))
 
     def end(self, kernels: list[Any]) -> None:
@@ -47,7 +50,17 @@ class _Watches:
         with self._lock:
             self._watches = [one for one in self._watches if one[1] is not kernels]
             if not self._watches:
-                CachingAutotuner.run = self._run  # type: ignore[method-assign]
+                self._put_back()
+
+    def forget(self) -> None:
+        """In a forked process, which has none of the threads that watched, and perhaps the lock
+        as one of them held it."""
+        self._lock, self._watches = threading.Lock(), []
+        self._put_back()
+
+    def _put_back(self) -> None:
+        if CachingAutotuner.run is self._ours:  # or somebody has put his own in front of it
+            CachingAutotuner.run = self._original  # type: ignore[method-assign]
 
     def _watched(self) -> Any:
         original = CachingAutotuner.run
@@ -61,7 +74,9 @@ class _Watches:
         return run
 
 
+# One for the process, as the method that it replaces is.
 _watches = _Watches()
+os.register_at_fork(after_in_child=_watches.forget)
 
 
 @contextlib.contextmanager
@@ -79,9 +94,11 @@ def noted_choices() -> Iterator[dict[str, str]]:
         _watches.end(kernels)
     for kernel in kernels:
         note = _note_of(kernel)
-        # There is none of a kernel that was told what to choose, and had no choice.
-        if note is not None and note.exists():
-            choices["/".join(note.parts[-2:])] = note.read_text()
+        # There is none of a kernel that was told what to choose, and had no choice; or somebody
+        # has cleared Inductor's folder.
+        with contextlib.suppress(OSError):
+            if note is not None:
+                choices["/".join(note.parts[-2:])] = note.read_text()
 
 
 def set_choices(choices: Mapping[str, str]) -> None:
@@ -96,8 +113,9 @@ def kernels_made_anew() -> Iterator[None]:
 
     A kernel that has tuned itself is another one in memory than what Inductor would store of it,
     which is the state before the first run. One that is made anew begins with what was chosen. So
-    no other process helps: those of Inductor's pool have such kernels in memory as well.
-    Ends when Inductor stores a kernel as it is.
+    no other process helps: those of Inductor's pool have such kernels in memory as well. (On torch
+    2.11 nor do they help another thread that compiles meanwhile.) Ends when Inductor stores a
+    kernel as it is.
     """
     kept, PyCodeCache.modules_no_attr = PyCodeCache.modules_no_attr, {}
     try:
@@ -120,11 +138,14 @@ def loaded_kernels(*, are_settled: bool) -> Iterator[None]:
             keeps it, or Inductor does not tune what it loads.
     """
     original = CachingAutotuner.recheck_autotune_cache
+    thread = threading.get_ident()
 
     def recheck(kernel: Any, *args: Any, **kwargs: Any) -> None:
-        _move(kernel)
+        is_ours = threading.get_ident() == thread  # others may load kernels of their own meanwhile
+        if is_ours:
+            _move(kernel)
         original(kernel, *args, **kwargs)
-        for result in kernel.compile_results if are_settled else ():
+        for result in kernel.compile_results if are_settled and is_ours else ():
             result.config.found_by_coordesc = True
 
     CachingAutotuner.recheck_autotune_cache = recheck  # type: ignore[method-assign, assignment]
