@@ -129,35 +129,44 @@ class Workers:
     def _serve(self) -> None:
         """Have a process, and another one if that ends, until there are no jobs."""
         num_failed = 0
-        while self._is_needed(num_failed):
-            try:
+        try:
+            while self._is_needed(num_failed):
                 num_failed += not self._serve_by(_Process(self._niceness, self._setup))
-            except OSError as error:
-                log.warning("no process can be started to compile ahead: %s", error)
-                num_failed = _MOST_FAILED
+        except OSError as error:
+            log.warning("no process can be started to compile ahead: %s", error)
+            self._leave()
+        except BaseException:
+            self._leave()
+            raise
 
     def _is_needed(self, num_failed: int) -> bool:
         """There are jobs for the thread that asks; if not, it is gone."""
         with self._changed:
             if self._waiting and num_failed < _MOST_FAILED:
                 return True
+            self._leave()
+            return False
+
+    def _leave(self) -> None:
+        """One thread less."""
+        with self._changed:
             self._num_threads -= 1
             if self._num_threads == 0:  # what is left is left to the caller
                 none_left = dict.fromkeys(self._waiting, "no process is left to do it")
                 self.failures = none_left | self.failures
                 self._waiting.clear()
             self._changed.notify_all()
-            return False
 
     def _serve_by(self, process: _Process) -> bool:
         """Give a process jobs; False if it ended in the middle of one that is not tried again."""
         with self._changed:
             self._processes.add(process)
         name: Hashable = None
-        failure: str | None = "its answer cannot be read"
+        failure: str | None = None
         try:
             while (job := self._next()) is not None:
                 name, message = job
+                failure = "who waited for it has ended"
                 failure = process.do(message)
                 if process.was_killed() and self._is_put_back(name, message, failure):
                     name = None  # which another thread may have by now
@@ -239,14 +248,19 @@ class _Process:
         """Why a job failed; None if it did not."""
         assert self._popen.stdin is not None
         line = b""
-        with contextlib.suppress(BrokenPipeError):  # it has ended
-            for part in (*self._pending, message):
-                _write_message(self._popen.stdin, part)
-            self._pending = []
-            line = self._answers.readline()
-        if not line:
-            return f"its process ended with {self._popen.wait()}: {self._last_words()}"
-        failure: str | None = json.loads(line)
+        try:
+            with contextlib.suppress(BrokenPipeError):  # it has ended
+                for part in (*self._pending, message):
+                    _write_message(self._popen.stdin, part)
+                self._pending = []
+                line = self._answers.readline()
+            if not line:
+                return f"its process ended with {self._popen.wait()}: {self._last_words()}"
+            failure: str | None = json.loads(line)
+        except (OSError, ValueError) as error:
+            self.kill()  # what it says next could be of any job
+            self._popen.wait()
+            return f"its answer cannot be read: {error}"
         return failure
 
     def has_ended(self) -> bool:
