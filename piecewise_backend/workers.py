@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import IO
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Workers:
             niceness: of the processes, added to that of this one.
         """
         self.failures: dict[Hashable, str] = {}
-        """By name, why jobs failed, or are tried again."""
+        """By name, why jobs failed: no process tries them again."""
         self.most = most
         """How many processes there may be from the next job on."""
         self._setup = setup
@@ -81,6 +81,8 @@ class Workers:
         self._changed = threading.Condition()
         self._waiting: collections.OrderedDict[Hashable, bytes] = collections.OrderedDict()
         self._running: set[Hashable] = set()
+        self._tried_again: dict[Hashable, str] = {}
+        """Of those that wait or run, why the first try failed."""
         self._processes: set[_Process] = set()
         self._num_threads = 0
         self._is_closed = False
@@ -91,6 +93,7 @@ class Workers:
             if self._is_closed:
                 return
             self.failures.pop(name, None)
+            self._tried_again.pop(name, None)
             self._waiting[name] = message
             if self._num_threads < min(self.most, len(self._waiting) + len(self._running)):
                 threading.Thread(target=self._serve, daemon=True).start()
@@ -104,6 +107,7 @@ class Workers:
             self._changed.wait_for(
                 lambda: self._waiting.pop(name, None) is not None or name not in self._running
             )
+            self._note_first_failures([name])
 
     def is_left(self, name: Hashable) -> bool:
         """It is not done."""
@@ -152,8 +156,8 @@ class Workers:
         with self._changed:
             self._num_threads -= 1
             if self._num_threads == 0:  # what is left is left to the caller
-                none_left = dict.fromkeys(self._waiting, "no process is left to do it")
-                self.failures = none_left | self.failures
+                self.failures |= dict.fromkeys(self._waiting, "no process is left to do it")
+                self._note_first_failures(self._waiting)
                 self._waiting.clear()
             self._changed.notify_all()
 
@@ -185,19 +189,25 @@ class Workers:
         with self._changed:
             if name in self._running:
                 self._running.discard(name)
-                self.failures.pop(name, None)
+                self._tried_again.pop(name, None)
                 if failure is not None:
                     self.failures[name] = failure
                 self._changed.notify_all()
+
+    def _note_first_failures(self, names: Iterable[Hashable]) -> None:
+        """Of those that are not tried again after all."""
+        for name in names:
+            if name in self._tried_again:
+                self.failures[name] = self._tried_again.pop(name)
 
     def _is_put_back(self, name: Hashable, message: bytes, failure: str | None) -> bool:
         """Another process is to try it: this one may have been killed for what others did, for
         their memory, say. Once: or it may have been for what the job does."""
         with self._changed:
-            if failure is None or name in self.failures or self._is_closed:
+            if failure is None or name in self._tried_again or self._is_closed:
                 return False
             log.info("tried again: %s", failure)
-            self.failures[name] = failure
+            self._tried_again[name] = failure
             self._running.discard(name)
             self._waiting[name] = message
             self._changed.notify_all()

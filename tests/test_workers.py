@@ -152,6 +152,9 @@ def test_what_a_killed_process_did_is_done_by_another(
     pool.submit("a", job("a", WRITE_PID + waiting_for("go")))
     killed = killed_in_the_middle(tmp_path)
     pool.submit("b", job("b"))
+    eventually((tmp_path / "pid").exists)
+    assert pool.is_left("a")
+    assert not pool.failures, "it is being tried again"
     (tmp_path / "go").touch()
     pool.wait()
     assert sorted(done(tmp_path)) == ["a", "b"]
