@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from piecewise_backend.background import Progress
-from tests.rank_process import NUM_RANKS, summed, summed_in_a_region, warm_up
+from tests.rank_process import NUM_RANKS, summed, summed_in_a_branch, warm_up
 from tests.store_process import started
 
 SECONDS = 200
@@ -18,7 +18,7 @@ SECONDS = 200
 
 @pytest.mark.parametrize(
     ("tuning", "model"),
-    [("warmup", summed), ("background", summed), ("warmup", summed_in_a_region)],
+    [("warmup", summed), ("background", summed), ("warmup", summed_in_a_branch)],
 )
 def test_a_piece_with_a_collective_is_not_tuned(
     tmp_path: Path, tuning: str, model: Callable[[Tensor], Tensor]
