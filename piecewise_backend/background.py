@@ -43,7 +43,7 @@ class Progress:
     left: tuple[Name, ...]
     """What it is to tune, or is just tuning."""
     done: tuple[Name, ...]
-    """What it has tuned and does not serve yet: `pw.adopt_tuned` takes sizes of which nothing is
+    """What is decided and does not serve yet: `pw.adopt_tuned` takes sizes of which nothing is
     left."""
     given_up: Mapping[Name, str]
     """What is not tuned, and why."""
@@ -115,24 +115,27 @@ class BackgroundTuning:
 
     def progress(self) -> Progress:
         """At this moment; another thread may be taking what is done."""
-        names, given_up = list(self._left), dict(self._given_up)
-        left = tuple(name for name in names if self._is_left(name))
-        failures = dict(self._workers.failures) if self._workers is not None else {}
-        failed = {name: failures[name] for name in names if name in failures and name not in left}
-        done = tuple(name for name in names if name not in {*left, *failed, *given_up})
-        return Progress(left, done, given_up | failed)
+        # In this order, as what is given up moves from the first to the second.
+        submitted, given_up = list(self._left.items()), dict(self._given_up)
+        left, done = [], []
+        for name, (_, is_decided) in submitted:
+            is_left = self._is_left(name)  # asked first: it is decided before it is not left
+            if is_decided():
+                done.append(name)
+            elif is_left:
+                left.append(name)
+            else:
+                given_up[name] = self._why_not(name)
+        return Progress(tuple(left), tuple(done), given_up)
 
     def ready(self) -> set[int]:
         """The sizes of which all pieces are done, and some are decided."""
-        open_, decided = set(), set()
-        for name, (one, is_decided) in list(self._left.items()):
-            is_left = self._is_left(name)
-            if is_decided():
-                decided.add(one.num_tokens)
-            elif is_left:
-                open_.add(one.num_tokens)
-            else:
-                self._give_up(name, self._why_not(name))
+        found = self.progress()
+        decided = {self._left[name][0].num_tokens for name in found.done}
+        open_ = {self._left[name][0].num_tokens for name in found.left}
+        for name, reason in found.given_up.items():
+            if name not in self._given_up:
+                self._give_up(name, reason)
         return decided - open_
 
     def taken(self, sizes: Collection[int]) -> None:

@@ -2,9 +2,9 @@
 
 In:  a distinct piece and example sizes.
 Out: `PieceFacts`.
-Knows nothing of compilers or graphs. No list of operators but the allocating ones, and of the
-namespaces of collectives: schemas and versions tell what was mutated, the dispatcher tells
-whether anything is computed at all.
+Knows nothing of compilers or graphs. Schemas and versions tell what was mutated, the dispatcher
+tells whether anything is computed at all. Two things are listed: the ops that allocate, and the
+namespaces of collectives.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch import fx
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,7 +32,15 @@ _ALLOCATIONS = {
     "aten::new_empty",
     "aten::new_empty_strided",
 }
-_COLLECTIVES = {"_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem"}
+_COLLECTIVES = {
+    "_c10d_functional",
+    "_c10d_functional_autograd",
+    "_dtensor",
+    "c10d",
+    "c10d_functional",  # as traces of older programs have them
+    "cplib",
+    "symm_mem",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,5 +133,13 @@ def find_facts(piece: DistinctPiece, token_dim: TokenDim, sizes: Sizes) -> Piece
         for position, output in enumerate(outputs)
         if output.untyped_storage()._cdata in recorder.allocated - recorder.written
     )
-    collectives = frozenset(recorder.collectives)
+    collectives = frozenset(recorder.collectives | _collectives_in(piece.module))
     return PieceFacts(mutated, recorder.has_kernels, frozenset(devices), undefined, collectives)
+
+
+def _collectives_in(module: fx.GraphModule) -> set[str]:
+    """Those in graphs that its ops run, `torch.cond` say, as well: no dispatcher looks into them.
+    What an op does that torch takes apart is for the dispatcher to tell."""
+    graphs = [inner.graph for inner in module.modules() if isinstance(inner, fx.GraphModule)]
+    ops = [op for g in graphs for node in g.nodes for op in _torch.overloads_of(node.target) or ()]
+    return {op._schema.name for op in ops if op.namespace in _COLLECTIVES}

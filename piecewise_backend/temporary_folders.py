@@ -7,10 +7,13 @@ Knows nothing of what is in them.
 Note [Owners]
 A folder has a file that its owner keeps locked: who can lock it knows that the owner has ended,
 and is the only one to remove the folder. The file is locked before it has its name, so that
-nobody takes a folder for abandoned that is just being made. A forked child has the same open file,
-and with it the lock: it closes that, which unlocks nothing, or the folder would stay for as long
-as the child does. Programs that are started do not get it. Where a disk is shared, machines may
-not see each other's locks, so the file says which one its owner runs on.
+nobody takes a folder for abandoned that is just being made; who is killed before that leaves one
+without a name, which is removed when it is a day old and has nothing else in it.
+
+A forked child has the same open file, and with it the lock: it closes that, which unlocks nothing,
+or the folder would stay for as long as the child does. So a fork waits until it is known which
+files are open. Programs that are started do not get it. Where a disk is shared, machines may not
+see each other's locks, so the file says which one its owner runs on.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ import os
 import shutil
 import stat
 import tempfile
+import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -34,10 +39,12 @@ log = logging.getLogger(__name__)
 
 _PREFIX = "piecewise-"
 _OWNER = "owner.lock"
+_NOT_YET = f"{_OWNER}.new"
+_SECONDS_TO_MAKE_ONE = 24 * 60 * 60  # far more than it takes
 _LONGEST_NAME = 256  # of a machine
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class OwnFolder:
     """A folder that this process has made. See Note [Owners]."""
 
@@ -47,13 +54,26 @@ class OwnFolder:
 
     def goes_with(self, owner: object) -> None:
         """Remove it when nobody has `owner` any more, or this process ends."""
-        removal = weakref.finalize(owner, _remove_own, self)
+        weakref.finalize(owner, _remove_own, self)
 
-        def leave_to_parent() -> None:
-            if removal.detach():
-                os.close(self.descriptor)
 
-        os.register_at_fork(after_in_child=leave_to_parent)
+# What is to be done at a fork cannot be taken back, so it is said once and not for each folder.
+_own_folders: weakref.WeakSet[OwnFolder] = weakref.WeakSet()
+_no_fork = threading.RLock()  # a signal may be handled in the middle, by a fork
+
+
+def _leave_to_parent() -> None:
+    try:
+        for folder in list(_own_folders):
+            os.close(folder.descriptor)
+    finally:
+        _own_folders.clear()
+        _no_fork.release()
+
+
+os.register_at_fork(
+    before=_no_fork.acquire, after_in_parent=_no_fork.release, after_in_child=_leave_to_parent
+)
 
 
 def make_folder() -> OwnFolder:
@@ -64,17 +84,22 @@ def make_folder() -> OwnFolder:
     """
     path = Path(tempfile.mkdtemp(prefix=_PREFIX))
     try:
-        return OwnFolder(path, _own(path))
+        with _no_fork:
+            folder = OwnFolder(path, _own(path))
+            _own_folders.add(folder)
     except BaseException:
         shutil.rmtree(path, ignore_errors=True)
         raise
+    return folder
 
 
 def remove_abandoned() -> None:
     """Remove what processes of this user left that were killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         try:
-            if _is_of_this_user(folder) and _has_removed(folder):
+            if _is_of_this_user(folder) and (
+                _has_removed_unfinished(folder) or _has_removed(folder)
+            ):
                 log.info("removed %s: its owner has ended", folder)
         except OSError as error:  # it is no such folder, has an owner, or is just being removed
             log.debug("%s is left alone: %s", folder, error)
@@ -82,7 +107,7 @@ def remove_abandoned() -> None:
 
 def _own(folder: Path) -> int:
     """See Note [Owners]."""
-    not_yet = folder / f"{_OWNER}.new"
+    not_yet = folder / _NOT_YET
     descriptor = os.open(not_yet, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -98,6 +123,29 @@ def _is_of_this_user(folder: Path) -> bool:
     """And nobody else can put something in its place."""
     found = folder.lstat()
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and distrust(folder) is None
+
+
+def _has_removed_unfinished(folder: Path) -> bool:
+    """Remove it if it was never finished: see Note [Owners].
+
+    Raises:
+        OSError: it is just being made, or cannot be removed.
+    """
+    names = os.listdir(folder)
+    is_new = time.time() - folder.lstat().st_mtime < _SECONDS_TO_MAKE_ONE
+    if is_new or names not in ([], [_NOT_YET]):
+        return False
+    if names:
+        descriptor = os.open(folder / _NOT_YET, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.read(descriptor, _LONGEST_NAME) not in (b"", _machine()):
+                return False
+            (folder / _NOT_YET).unlink()
+        finally:
+            os.close(descriptor)
+    folder.rmdir()
+    return True
 
 
 def _has_removed(folder: Path) -> bool:
@@ -120,9 +168,13 @@ def _has_removed(folder: Path) -> bool:
 
 
 def _remove_own(folder: OwnFolder) -> None:
+    if folder not in _own_folders:  # but its parent's
+        return
     with contextlib.suppress(OSError):
         _remove(folder.path)
-    os.close(folder.descriptor)
+    with _no_fork:
+        _own_folders.discard(folder)
+        os.close(folder.descriptor)
 
 
 def _remove(folder: Path) -> None:

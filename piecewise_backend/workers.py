@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import IO
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Workers:
             niceness: of the processes, added to that of this one.
         """
         self.failures: dict[Hashable, str] = {}
-        """By name, why jobs failed, or are tried again."""
+        """By name, why jobs failed: no process tries them again."""
         self.most = most
         """How many processes there may be from the next job on."""
         self._setup = setup
@@ -81,6 +81,8 @@ class Workers:
         self._changed = threading.Condition()
         self._waiting: collections.OrderedDict[Hashable, bytes] = collections.OrderedDict()
         self._running: set[Hashable] = set()
+        self._tried_again: dict[Hashable, str] = {}
+        """Of those that wait or run, why the first try failed."""
         self._processes: set[_Process] = set()
         self._num_threads = 0
         self._is_closed = False
@@ -91,6 +93,7 @@ class Workers:
             if self._is_closed:
                 return
             self.failures.pop(name, None)
+            self._tried_again.pop(name, None)
             self._waiting[name] = message
             if self._num_threads < min(self.most, len(self._waiting) + len(self._running)):
                 threading.Thread(target=self._serve, daemon=True).start()
@@ -104,6 +107,7 @@ class Workers:
             self._changed.wait_for(
                 lambda: self._waiting.pop(name, None) is not None or name not in self._running
             )
+            self._note_first_failures([name])
 
     def is_left(self, name: Hashable) -> bool:
         """It is not done."""
@@ -129,35 +133,44 @@ class Workers:
     def _serve(self) -> None:
         """Have a process, and another one if that ends, until there are no jobs."""
         num_failed = 0
-        while self._is_needed(num_failed):
-            try:
+        try:
+            while self._is_needed(num_failed):
                 num_failed += not self._serve_by(_Process(self._niceness, self._setup))
-            except OSError as error:
-                log.warning("no process can be started to compile ahead: %s", error)
-                num_failed = _MOST_FAILED
+        except OSError as error:
+            log.warning("no process can be started to compile ahead: %s", error)
+            self._leave()
+        except BaseException:
+            self._leave()
+            raise
 
     def _is_needed(self, num_failed: int) -> bool:
         """There are jobs for the thread that asks; if not, it is gone."""
         with self._changed:
             if self._waiting and num_failed < _MOST_FAILED:
                 return True
+            self._leave()
+            return False
+
+    def _leave(self) -> None:
+        """One thread less."""
+        with self._changed:
             self._num_threads -= 1
             if self._num_threads == 0:  # what is left is left to the caller
-                none_left = dict.fromkeys(self._waiting, "no process is left to do it")
-                self.failures = none_left | self.failures
+                self.failures |= dict.fromkeys(self._waiting, "no process is left to do it")
+                self._note_first_failures(self._waiting)
                 self._waiting.clear()
             self._changed.notify_all()
-            return False
 
     def _serve_by(self, process: _Process) -> bool:
         """Give a process jobs; False if it ended in the middle of one that is not tried again."""
         with self._changed:
             self._processes.add(process)
         name: Hashable = None
-        failure: str | None = "its answer cannot be read"
+        failure: str | None = None
         try:
             while (job := self._next()) is not None:
                 name, message = job
+                failure = "who waited for it has ended"
                 failure = process.do(message)
                 if process.was_killed() and self._is_put_back(name, message, failure):
                     name = None  # which another thread may have by now
@@ -176,19 +189,25 @@ class Workers:
         with self._changed:
             if name in self._running:
                 self._running.discard(name)
-                self.failures.pop(name, None)
+                self._tried_again.pop(name, None)
                 if failure is not None:
                     self.failures[name] = failure
                 self._changed.notify_all()
+
+    def _note_first_failures(self, names: Iterable[Hashable]) -> None:
+        """Of those that are not tried again after all."""
+        for name in names:
+            if name in self._tried_again:
+                self.failures[name] = self._tried_again.pop(name)
 
     def _is_put_back(self, name: Hashable, message: bytes, failure: str | None) -> bool:
         """Another process is to try it: this one may have been killed for what others did, for
         their memory, say. Once: or it may have been for what the job does."""
         with self._changed:
-            if failure is None or name in self.failures or self._is_closed:
+            if failure is None or name in self._tried_again or self._is_closed:
                 return False
             log.info("tried again: %s", failure)
-            self.failures[name] = failure
+            self._tried_again[name] = failure
             self._running.discard(name)
             self._waiting[name] = message
             self._changed.notify_all()
@@ -239,14 +258,19 @@ class _Process:
         """Why a job failed; None if it did not."""
         assert self._popen.stdin is not None
         line = b""
-        with contextlib.suppress(BrokenPipeError):  # it has ended
-            for part in (*self._pending, message):
-                _write_message(self._popen.stdin, part)
-            self._pending = []
-            line = self._answers.readline()
-        if not line:
-            return f"its process ended with {self._popen.wait()}: {self._last_words()}"
-        failure: str | None = json.loads(line)
+        try:
+            with contextlib.suppress(BrokenPipeError):  # it has ended
+                for part in (*self._pending, message):
+                    _write_message(self._popen.stdin, part)
+                self._pending = []
+                line = self._answers.readline()
+            if not line:
+                return f"its process ended with {self._popen.wait()}: {self._last_words()}"
+            failure: str | None = json.loads(line)
+        except (OSError, ValueError) as error:
+            self.kill()  # what it says next could be of any job
+            self._popen.wait()
+            return f"its answer cannot be read: {error}"
         return failure
 
     def has_ended(self) -> bool:

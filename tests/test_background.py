@@ -226,6 +226,7 @@ def test_a_piece_that_cannot_be_sent_stops_no_other(
 
     monkeypatch.setattr(background, "record_piece", record)
     monkeypatch.setattr(Workers, "submit", lambda self, name, message: sent.append(name))
+    monkeypatch.setattr(Workers, "is_left", lambda self, name: True)
     with caplog.at_level(logging.WARNING, "piecewise_backend.background"):
         compiled = warmed_up(model, tuning="background", compile_sizes=[4, 8])
     assert sent == [(0, (4,)), (0, (8,))]
@@ -233,6 +234,22 @@ def test_a_piece_that_cannot_be_sent_stops_no_other(
     assert progress_of(compiled).given_up == {
         (1, (size,)): "it depends on an op of somebody" for size in (4, 8)
     }
+
+
+def test_what_was_not_stored_is_not_done(
+    imitation: Imitation, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Though the other process has done its job: the disk is full, say."""
+    monkeypatch.setattr(Workers, "submit", lambda self, name, message: None)
+    compiled = warmed_up(model, tuning="background", compile_sizes=[4])
+    imitation.decided.add((0, (4,)))
+    why = "what was found was not stored, or under another key"
+    expected = background.Progress((), ((0, (4,)),), {(1, (4,)): why})
+    assert progress_of(compiled) == expected
+    assert not caplog.records
+    assert [found.piece for found in pw.adopt_tuned(compiled)] == [0]
+    assert progress_of(compiled) == background.Progress((), (), expected.given_up)
+    assert [r.getMessage() for r in caplog.records] == [f"piece 1 at (4,) is not tuned: {why}"]
 
 
 def test_without_a_warm_up_there_are_no_inputs(imitation: Imitation, elsewhere: Elsewhere) -> None:

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from piecewise_backend.background import Progress
-from tests.rank_process import NUM_RANKS, warm_up
+from tests.rank_process import NUM_RANKS, summed, summed_in_a_branch, warm_up
 from tests.store_process import started
 
 SECONDS = 200
 
 
-@pytest.mark.parametrize("tuning", ["warmup", "background"])
-def test_a_piece_with_a_collective_is_not_tuned(tmp_path: Path, tuning: str) -> None:
+@pytest.mark.parametrize(
+    ("tuning", "model"),
+    [("warmup", summed), ("background", summed), ("warmup", summed_in_a_branch)],
+)
+def test_a_piece_with_a_collective_is_not_tuned(
+    tmp_path: Path, tuning: str, model: Callable[[Tensor], Tensor]
+) -> None:
     """See Note [Other ranks] in `tuning`."""
-    ranks: list[Any] = [started(warm_up, rank, tmp_path, tuning) for rank in range(NUM_RANKS)]
+    given = tmp_path, tuning, model
+    ranks: list[Any] = [started(warm_up, rank, *given) for rank in range(NUM_RANKS)]
     try:
         for _, told in ranks:
             assert told.poll(SECONDS), "a rank waits"

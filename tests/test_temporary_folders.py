@@ -7,6 +7,7 @@ import fcntl
 import gc
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
@@ -45,7 +46,9 @@ def owner(place: Path, action: str) -> Iterator[tuple[Any, Path]]:
         process.join(timeout=60)
 
 
-@pytest.mark.parametrize("action", ["nothing", "forks", "starts a program"])
+@pytest.mark.parametrize(
+    "action", ["nothing", "forks", "forks while it is made", "starts a program"]
+)
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_what_a_killed_process_left_goes_with_the_next_store(
     place: Path, action: str, how: signal.Signals
@@ -78,6 +81,18 @@ def test_it_goes_with_its_store(place: Path) -> None:
     gc.collect()
     assert list(place.iterdir()) == []
     assert len(before - set(os.listdir("/proc/self/fd"))) == 1
+
+
+def test_a_fork_is_prepared_for_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said to be done at forks stays for ever."""
+    said: list[Any] = []
+    before = set(temporary_folders._own_folders)
+    monkeypatch.setattr(os, "register_at_fork", lambda **what: said.append(what))
+    for _ in range(3):
+        temporary_store()
+    gc.collect()
+    assert not said
+    assert set(temporary_folders._own_folders) <= before
 
 
 def test_one_that_is_just_being_made_stays(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,6 +172,49 @@ def _others_may_write(folder: Path) -> None:
 
 def _others_may_replace_it(folder: Path) -> None:
     folder.parent.chmod(0o777)
+
+
+def unfinished(place: Path, *names: str, hours: float = 25) -> Path:
+    """Left by one that was killed so many hours ago, while it made a folder."""
+    made = place / "piecewise-unfinished"
+    made.mkdir(mode=0o700)
+    for name in names:
+        (made / name).touch()
+    then = time.time() - hours * 60 * 60
+    os.utime(made, (then, then))
+    return made
+
+
+@pytest.mark.parametrize("names", [[], ["owner.lock.new"]])
+def test_one_that_was_never_finished_goes_after_a_day(place: Path, names: list[str]) -> None:
+    unfinished(place, *names)
+    remove_abandoned()
+    assert list(place.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("names", "hours"),
+    [([], 23), (["owner.lock.new"], 23), (["artifact"], 25), (["owner.lock.new", "artifact"], 25)],
+)
+def test_one_that_may_be_used_yet_stays(place: Path, names: list[str], hours: float) -> None:
+    folder = unfinished(place, *names, hours=hours)
+    remove_abandoned()
+    assert sorted(path.name for path in folder.iterdir()) == sorted(names)
+
+
+def test_one_that_takes_a_day_to_make_stays(place: Path) -> None:
+    folder = unfinished(place, "owner.lock.new")
+    with (folder / "owner.lock.new").open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        remove_abandoned()
+    assert folder.is_dir()
+
+
+def test_one_that_another_machine_has_not_finished_stays(place: Path) -> None:
+    folder = unfinished(place, "owner.lock.new")
+    (folder / "owner.lock.new").write_text("another")
+    remove_abandoned()
+    assert folder.is_dir()
 
 
 OTHERS = [

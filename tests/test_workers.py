@@ -33,7 +33,8 @@ answers = os.fdopen(int(sys.argv[2]), "w")
 folder = read().decode()
 while (message := read()) is not None:
     try:
-        exec(message.decode(), {"os": os, "time": time, "folder": folder})
+        given = {"os": os, "time": time, "folder": folder, "answers": answers}
+        exec(message.decode(), given)
         print("null", file=answers, flush=True)
     except Exception as error:
         print(json.dumps(str(error)), file=answers, flush=True)
@@ -151,6 +152,9 @@ def test_what_a_killed_process_did_is_done_by_another(
     pool.submit("a", job("a", WRITE_PID + waiting_for("go")))
     killed = killed_in_the_middle(tmp_path)
     pool.submit("b", job("b"))
+    eventually((tmp_path / "pid").exists)
+    assert pool.is_left("a")
+    assert not pool.failures, "it is being tried again"
     (tmp_path / "go").touch()
     pool.wait()
     assert sorted(done(tmp_path)) == ["a", "b"]
@@ -234,6 +238,56 @@ def test_processes_that_all_end(make: Callable[..., Workers], tmp_path: Path) ->
     pool.submit("e", job("e"))  # perhaps it was these
     pool.wait()
     assert done(tmp_path) == ["held", "e"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "num_tries"),
+    [
+        ("print('nul', end='', file=answers, flush=True); os._exit(3)", 1),
+        ("print('nonsense', file=answers, flush=True); time.sleep(99)", 2),
+        ("answers.buffer.write(bytes([255, 10])); answers.flush(); time.sleep(99)", 2),
+    ],
+)
+def test_an_answer_that_cannot_be_read(
+    make: Callable[..., Workers], tmp_path: Path, answer: str, num_tries: int
+) -> None:
+    """Jobs before it and after it are none the worse, and it is no answer."""
+    pool = make()
+    pool.submit("held", job("held", waiting_for("go")))
+    eventually(lambda: "held" in pool._running)
+    pool.submit("b", job("b"))
+    pool.submit("a", job("a", f"open(folder + '/tries', 'a').write('x')\n{answer}"))
+    (tmp_path / "go").touch()
+    assert pool.wait(60)
+    assert list(pool.failures) == ["a"]
+    assert pool.failures["a"].startswith("its answer cannot be read: ")
+    assert (tmp_path / "tries").read_text() == "x" * num_tries
+    assert done(tmp_path) == ["held", "b"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_whatever_a_thread_dies_of_leaves_no_job(
+    make: Callable[..., Workers], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make()
+    pool.submit("held", job("held", waiting_for("go")))
+    eventually(lambda: "held" in pool._running)
+    pool.submit("b", job("b"))
+    pool.submit("a", job("a"))
+
+    def dies(process: Any, message: bytes) -> None:
+        raise RuntimeError("of something")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(workers._Process, "do", dies)
+        (tmp_path / "go").touch()
+        assert pool.wait(60)
+    assert pool.failures == {
+        "a": "who waited for it has ended", "b": "no process is left to do it",
+    }  # fmt: skip
+    pool.submit("c", job("c"))
+    assert pool.wait(60)
+    assert done(tmp_path) == ["held", "c"]
 
 
 def test_no_process_can_be_started(
