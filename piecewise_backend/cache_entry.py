@@ -99,7 +99,7 @@ def read_record(folder: Path) -> Record | Damaged | None:
         known = json.loads((folder / KEY).read_bytes())
     except OSError as error:
         return Damaged(folder, _file_of(error, folder), str(error.strerror))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return Damaged(folder, KEY, f"no JSON: {error}")
     if not isinstance(known, dict) or known.keys() != _FIELDS:
         return Damaged(folder, KEY, "it is not what this package writes")

@@ -7,9 +7,8 @@ Knows nothing of graphs, buffers or plans. See Note [Versions] in `compiler`.
 Note [Settled]
 Inductor's coordinate descent happens when a kernel runs for the first time, and what it compiled
 then is not in the artifact, which is of the time before: each process that loads it would tune
-it again. So a version that was found to be the best is compiled once more, by kernels that begin
-with what was chosen, and this one is stored. Who made it and who loads it tries it before it
-serves; if it is no good it is stored nevertheless, so that nobody else makes it in vain.
+it again. So the best version is compiled once more, by kernels that begin with what was chosen, and
+this one is stored. Whoever has it tries it before it serves; it is stored even if it is no good.
 
 Note [One mode]
 Pieces are compiled at the trace, in captures, aside while they are announced, by other processes:

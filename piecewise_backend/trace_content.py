@@ -14,8 +14,12 @@ of their own, which Dynamo does record.
 
 from __future__ import annotations
 
+import abc
+import argparse
+import dis
 import enum
 import hashlib
+import itertools
 import math
 import os
 import sys
@@ -39,6 +43,7 @@ _BY_NAME: tuple[type, ...] = (
     *(types.WrapperDescriptorType, types.MethodDescriptorType, types.MemberDescriptorType),
     *(types.ClassMethodDescriptorType, types.MethodWrapperType, types.GetSetDescriptorType),
 )
+_METACLASSES = (type, abc.ABCMeta, object)
 _NOT_OF_CLASS = {"__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__"}
 
 
@@ -65,7 +70,8 @@ class Content:
         if isinstance(value, tuple | list):
             return [type(value).__qualname__, *map(self.value, value)]
         if isinstance(value, set | frozenset):
-            return [type(value).__qualname__, *sorted(repr(self.value(item)) for item in value)]
+            # In their order, which differs between processes: a loop over them was unrolled in it.
+            return [type(value).__qualname__, *map(self.value, value)]
         if isinstance(value, Mapping):
             items = value.items()
             return [type(value).__qualname__, *([self.value(k), self.value(v)] for k, v in items)]
@@ -79,7 +85,7 @@ class Content:
         if isinstance(value, type):
             return self.kind(value)
         if isinstance(value, types.ModuleType):
-            return f"module {value.__name__}"
+            return self._module(value)
         if isinstance(value, types.CodeType):
             return f"code {self.code(value)}"
         if isinstance(value, torch._ops.OperatorBase | torch._ops.OpOverloadPacket):
@@ -103,7 +109,21 @@ class Content:
             return name
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
         told = _digest(repr([self._told(value) for value in defaults])) if defaults else ""
-        return f"{name} {self.code(function.__code__)} {told}".strip()
+        attributes = " ".join(["with", *vars(function)]) if vars(function) else ""
+        return " ".join(filter(None, (name, self.code(function.__code__), told, attributes)))
+
+    def _module(self, module: types.ModuleType) -> str:
+        """By name, and what can be looked for in it, of which Dynamo guards nothing if it is not
+        there. What an import has left in it, or Dynamo, is a matter of what else the process does.
+        """
+        if is_of_build(module.__name__):
+            return f"module {module.__name__}"
+        names = (
+            name
+            for name, value in vars(module).items()
+            if not name.startswith("__") and not isinstance(value, types.ModuleType)
+        )
+        return f"module {module.__name__} {_digest(repr(sorted(names)))}"
 
     def kind(self, cls: type) -> str:
         """A class by what is in it. See Note [Content of code]."""
@@ -113,9 +133,34 @@ class Content:
             bases = [base for base in cls.__mro__ if not is_of_build(base.__module__)]
             members = [list(self._members(base)) for base in bases]
             order = [f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__]
-            if bases:
-                self._classes[cls] = f"{name} {_digest(repr((order, members)))}"
+            patches = [list(self._patches(base)) for base in cls.__mro__ if base not in bases]
+            about = [self._metaclass(cls)] if bases else []
+            if bases or any(patches):
+                self._classes[cls] = f"{name} {_digest(repr((order, members, patches, about)))}"
         return self._classes[cls]
+
+    def _metaclass(self, cls: type) -> Any:
+        """What isinstance asks, beside the class itself.
+
+        Raises:
+            NoContentError: a metaclass of the program's that answers as it likes.
+        """
+        meta: Any = type(cls)
+        if not is_of_build(meta.__module__):
+            asked = {"__instancecheck__", "__subclasscheck__"}
+            if any(asked & vars(base).keys() for base in meta.__mro__ if base not in _METACLASSES):
+                raise NoContentError(f"{cls.__qualname__}, whose metaclass says what is one")
+            return self.kind(meta)
+        if not isinstance(cls, abc.ABCMeta):
+            return None
+        registered = (reference() for reference in abc._get_dump(cls)[0])  # type: ignore[attr-defined]  # no public way
+        return sorted(f"{one.__module__}.{one.__qualname__}" for one in registered if one)
+
+    def _patches(self, cls: type) -> Iterator[tuple[str, Any]]:
+        """What the program has put into a class of torch's or the standard library's."""
+        for name, member in vars(cls).items():
+            if isinstance(member, types.FunctionType) and not is_of_build(member.__module__):
+                yield name, self._told(member)
 
     def outline(self, value: Any) -> Any:
         """An object that is looked into: its class, and what can be looked for in it.
@@ -132,9 +177,15 @@ class Content:
             return [kind, self.value(value)]
         if isinstance(value, tuple | list):
             return [kind, len(value)]
-        is_module = isinstance(value, nn.Module)
-        if (is_module or not is_of_build(type(value).__module__)) and hasattr(value, "__dict__"):
-            return [kind, *sorted(vars(value))]
+        is_known = isinstance(value, nn.Module | types.SimpleNamespace | argparse.Namespace)
+        if (is_known or not is_of_build(type(value).__module__)) and hasattr(value, "__dict__"):
+            # In their order, which a loop over them has. Dynamo does not guard methods of builtins.
+            unguarded = (types.BuiltinFunctionType, *_BY_NAME)
+            return [
+                kind,
+                *(f"{n} {self._told(v)}" if isinstance(v, unguarded) else n
+                  for n, v in vars(value).items()),
+            ]  # fmt: skip
         return kind
 
     def _members(self, cls: type) -> Iterator[tuple[str, Any]]:
@@ -170,19 +221,33 @@ def code_digest(code: types.CodeType) -> str:
 
 
 def _code(code: types.CodeType) -> Any:
+    ordered = _in_order(code)
     constants = [
-        _code(c) if isinstance(c, types.CodeType) else _constant(c) for c in code.co_consts
+        _code(c) if isinstance(c, types.CodeType) else _constant(c, has_order=i in ordered)
+        for i, c in enumerate(code.co_consts)
     ]
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
     counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
     return (code.co_qualname, code.co_code, code.co_exceptiontable, constants, names, counts)
 
 
-def _constant(value: Any) -> Any:
+def _in_order(code: types.CodeType) -> set[int | None]:
+    """Positions of the constant sets that code does more with than to look for something."""
+    if not any(isinstance(constant, frozenset) for constant in code.co_consts):
+        return set()
+    return {
+        one.arg
+        for one, after in itertools.pairwise(dis.get_instructions(code))
+        if isinstance(one.argval, frozenset) and after.opname != "CONTAINS_OP"
+    }
+
+
+def _constant(value: Any, *, has_order: bool = False) -> Any:
     if isinstance(value, tuple):
         return ("tuple", [_constant(item) for item in value])
     if isinstance(value, frozenset):
-        return ("frozenset", sorted(repr(_constant(item)) for item in value))
+        items = [repr(_constant(item)) for item in value]
+        return ("frozenset", items if has_order else sorted(items))
     return (type(value).__name__, value.hex() if isinstance(value, float) else repr(value))
 
 

@@ -21,6 +21,8 @@ from piecewise_backend.passes.keys import NoContentError
 from piecewise_backend.trace_content import Content, code_digest
 
 _MAX_WRAPPED = 16
+_OF_OS = (os.__file__, "<frozen os>")
+_OF_ENVIRONMENT = ("_createenviron.", "_Environ.", "getenv")
 
 
 def functions_not_seen(content: Content, inlined: Sequence[CodeType]) -> Iterator[tuple[str, str]]:
@@ -30,8 +32,10 @@ def functions_not_seen(content: Content, inlined: Sequence[CodeType]) -> Iterato
         NoContentError: one of them is not found by its name, or reads the environment.
     """
     for code in inlined:
-        if code.co_filename == os.__file__ and code.co_qualname.startswith("_createenviron."):
+        if code.co_filename in _OF_OS and code.co_qualname.startswith(_OF_ENVIRONMENT):
             raise NoContentError("the environment")  # Dynamo guards nothing that is not set
+        if "__hash__" in code.co_names:
+            raise NoContentError(f"a hash, which {code.co_qualname} may have taken")
         if code_digest(code) in content.codes or _is_of_build(code.co_filename):
             continue
         outer = code.co_qualname.partition(".<locals>")[0]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -97,6 +98,13 @@ def custom_ops_of(recorded: RecordedGraph) -> tuple[str, ...]:
     )
     own = (name for name in names if not name.startswith(("aten::", "prims::", "prim::")))
     return tuple(dict.fromkeys(own))
+
+
+def functions_of(recorded: RecordedGraph) -> Iterator[types.FunctionType]:
+    """The Python functions that the graph calls as they are (`torch.compiler.allow_in_graph`)."""
+    for node in recorded.nodes:
+        if isinstance(node.target, types.FunctionType):
+            yield node.target
 
 
 def varying_inputs(recorded: RecordedGraph) -> dict[str, tuple[int, ...]]:

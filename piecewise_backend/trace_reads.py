@@ -32,6 +32,7 @@ import torch
 
 from piecewise_backend import _torch
 from piecewise_backend.passes.keys import NoContentError, content_key, digest
+from piecewise_backend.sources import PLAIN_VALUES
 from piecewise_backend.trace_content import Content, tensor
 from piecewise_backend.trace_functions import functions_named, functions_not_seen
 
@@ -124,8 +125,10 @@ def answers(
         NoContentError: something that only its identity tells.
     """
     content = Content()
+    reads, same = _read_all(questions, content, frame, namespace)
     return {
-        "reads": _read_all(questions, content, frame, namespace),
+        "reads": reads,
+        "same": same,
         "functions": {
             f"{module}.{name}": [*map(content.value, functions_named(module, name))]
             for module, name in questions.functions
@@ -193,7 +196,8 @@ def _aliases(reads: Sequence[_torch.Read]) -> Iterator[str]:
 
 def _read_all(
     questions: Questions, content: Content, frame: Mapping[str, Any], namespace: Mapping[str, Any]
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], list[list[str]]]:
+    """The answers, and which names are of one object: Dynamo guards no `is` that was not so."""
     scope = scope_of(questions, frame, namespace)
     values: dict[str, Any] = {}
 
@@ -210,7 +214,17 @@ def _read_all(
         name = f"{read.source} {read.kind}"
         name += "" if read.detail is None else f" {read.detail!r}"
         found[name] = _answer(read, content, look, questions.varying.get(read.source, ()))
-    return found
+    names: dict[int, str] = {}
+    pairs = ((names.setdefault(id(v), s), s) for s, v in values.items() if _is_object(v))
+    return found, [[first, other] for first, other in pairs if first != other]
+
+
+def _is_object(value: Any) -> bool:
+    """One that is asked for by identity; of those that others are equal to nobody asks that."""
+    return not isinstance(value, (*PLAIN_VALUES, tuple, frozenset, type, _Absent, *_SHARED))
+
+
+_SHARED = (type(None), types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -27,10 +27,12 @@ from piecewise_backend.passes.keys import NoContentError
 from piecewise_backend.runtime import Runtime
 from piecewise_backend.session import Session
 from piecewise_backend.subject import Subject
+from piecewise_backend.trace_content import is_of_build
 from piecewise_backend.trace_fit import Inputs, NoFit, described, inputs_of
 from piecewise_backend.trace_graph import (
     RecordedGraph,
     custom_ops_of,
+    functions_of,
     rebuild,
     record,
     varying_inputs,
@@ -171,6 +173,9 @@ class StoredTraces:
             raise NoContentError(graph.reason)
         assert graph is not None, "Dynamo has just handed it over"
         assert code is not None, "the call has just come through it"
+        for function in functions_of(graph):
+            if not is_of_build(function.__module__):  # its result had a shape that may be another
+                raise NoContentError(f"{function.__qualname__}, which the graph calls as it is")
         ops, varying = custom_ops_of(graph), self._varying(rewritten, graph)
         fit = described(graph, rewritten.shape_guards)
         questions = questions_of(rewritten, varying, ops, fit, self._frame, self._namespace)

@@ -31,7 +31,6 @@ import sympy
 
 from piecewise_backend.artifact_store import ArtifactStore, Made
 from piecewise_backend.cache_entry import Content, Key
-from piecewise_backend.passes.keys import NoContentError
 from piecewise_backend.trace_bytes import from_bytes, to_bytes
 from piecewise_backend.trace_graph import RecordedGraph
 from piecewise_backend.trace_reads import Questions, answers
@@ -82,7 +81,9 @@ def find(
             return
         try:
             whole = _whole(key, answers(questions, frame, namespace))
-        except (NoContentError, ImportError, AttributeError) as error:
+        except Exception as error:
+            # Questions are about another process's model: what they meet in this one may be
+            # anything, and whatever comes of it says that it is another.
             log.info("questions %d of stored traces have no answer here: %s", number, error)
             continue
         trace = store.find(whole, _trace)

@@ -37,6 +37,8 @@ def distrust_entry(folder: Path, *names: str) -> str | None:
     linked = next((path for path in paths if path.is_symlink()), None)
     if linked is not None:
         return f"{linked} is a link"
+    if special := next((path for path in paths[1:] if not path.is_file() and path.exists()), None):
+        return f"{special} is no file"
     return next((r for p in paths if (r := _foreign(p, may_be_sticky=False))), None)
 
 

@@ -167,6 +167,51 @@ class Lacking(Model):
         return {"x": x * getattr(self, "factor", 2), "count": x.shape[0]}
 
 
+class Counting(Model):
+    def __init__(self):
+        super().__init__()
+        self.names = ["a", "b"]
+
+    def forward(self, x: Tensor):
+        x = super().forward(x)["x"]
+        return {"x": x * (0.5 if self.names is None else len(self.names)), "count": x.shape[0]}
+
+
+class Sharing(Model):
+    def __init__(self, is_one=False):
+        super().__init__()
+        self.one = Settings()
+        self.other = self.one if is_one else Settings()
+
+    def forward(self, x: Tensor):
+        x = super().forward(x)["x"]
+        return {"x": x * (2 if self.one is self.other else 3), "count": x.shape[0]}
+
+
+class Asking(Model):
+    def forward(self, x: Tensor):
+        x = super().forward(x)["x"]
+        return {"x": x * getattr(helpers, "FACTOR", 2), "count": x.shape[0]}
+
+
+class ByUnsetVariable(Model):
+    def forward(self, x: Tensor):
+        x = super().forward(x)["x"]
+        return {"x": x * (2 if os.getenv("SHOP") == "double" else 1), "count": x.shape[0]}
+
+
+class Opaque(Model):
+    def forward(self, x: Tensor):
+        x = super().forward(x)["x"]
+        y = joined(x)
+        return {"x": x * y.shape[-1], "count": x.shape[0]}
+
+
+@torch.compiler.allow_in_graph
+def joined(x):
+    return torch.cat([x] * int(helpers.SCALE), -1)
+
+
 class Branching(Model):
     def forward(self, x: Tensor):
         count = x.shape[0]
@@ -384,6 +429,14 @@ USELESS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model": "Constant"},
         {"model": "Constant", "attributes": {"shop.helpers.SCALE": 4.0}},
     ),
+    "a function in the graph": (
+        {"model": "Opaque"},
+        {"model": "Opaque", "attributes": {"shop.helpers.SCALE": 4.0}},
+    ),
+    "a variable that is not set": (
+        {"model": "ByUnsetVariable"},
+        {"model": "ByUnsetVariable", "environment": {"SHOP": "double"}},
+    ),
     "environment": (
         {"model": "ByVariable"},
         {"model": "ByVariable", "environment": {"SHOP": "double"}},
@@ -393,6 +446,10 @@ USELESS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 ABSENT = {
     model: ({"model": model}, {"model": model, "arguments": {"is_there": True}})
     for model in ("Missing", "Lacking")
+} | {
+    "Counting": ({"model": "Counting"}, {"model": "Counting", "attributes": {"model.names": None}}),
+    "Sharing": ({"model": "Sharing"}, {"model": "Sharing", "arguments": {"is_one": True}}),
+    "Asking": ({"model": "Asking"}, {"model": "Asking", "attributes": {"shop.helpers.FACTOR": 3}}),
 }
 """A variant for which a trace is stored, and another one that it does not serve."""
 

@@ -1,0 +1,142 @@
+"""What things are, for a trace that another process may use: all that the trace went by."""
+
+from __future__ import annotations
+
+import abc
+import argparse
+import types
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from piecewise_backend.passes.keys import NoContentError
+from piecewise_backend.sources import parsed, text_of
+from piecewise_backend.trace_content import Content, code_digest
+
+
+def outline(value: object) -> Any:
+    return Content().outline(value)
+
+
+def value(thing: object) -> Any:
+    return Content().value(thing)
+
+
+def test_a_loop_over_a_set_is_unrolled_in_its_order() -> None:
+    one, other = {0, 8}, {8, 0}  # of one hash modulo the size of the table
+    assert one == other
+    assert list(one) != list(other)
+    assert value(one) != value(other)
+    assert outline(frozenset([0, 8])) != outline(frozenset([8, 0]))
+
+
+@pytest.mark.parametrize(
+    ("source", "has_order"),
+    [
+        ("for x in {{{}}}: print(x)", True),
+        ("y = {{{}, 3}}", True),
+        ("y = x in {{{}}}", False),
+        ("y = x not in {{{}}}", False),
+        ("y = lambda x: x in {{{}}}", False),
+        ("y = lambda: [x for x in {{{}}}]", True),
+    ],
+)
+def test_constant_sets_in_code(source: str, has_order: bool) -> None:
+    """Of most of them code asks only what is in them, in whatever order."""
+    one, other = (compile(source.format(items), "", "exec") for items in ("0, 8", "8, 0"))
+    assert (code_digest(one) != code_digest(other)) is has_order
+
+
+class Plain:
+    pass
+
+
+@pytest.mark.parametrize("kind", [Plain, SimpleNamespace, argparse.Namespace, nn.Module])
+def test_a_loop_over_attributes_is_unrolled_in_their_order(kind: Any) -> None:
+    one, other = kind(), kind()
+    one.a, one.b = 1, 2
+    other.b, other.a = 2, 1
+    assert outline(one) != outline(other)
+
+
+def test_methods_of_builtins_are_not_guarded() -> None:
+    one, other = Plain(), Plain()
+    one.f, other.f = torch.Tensor.add, torch.Tensor.mul  # type: ignore[attr-defined]
+    assert outline(one) != outline(other)
+    one.f, other.f = torch.sin, torch.cos  # type: ignore[attr-defined]
+    assert outline(one) != outline(other)
+
+
+def test_attributes_of_functions() -> None:
+    def function() -> None:
+        pass
+
+    before = value(function)
+    function.scale = 2  # type: ignore[attr-defined]
+    assert value(function) != before
+
+
+def test_what_can_be_looked_for_in_a_module_of_the_program() -> None:
+    module = types.ModuleType("shop.helpers")
+    before = value(module)
+    module.scale = 2  # type: ignore[attr-defined]
+    with_scale = value(module)
+    assert with_scale != before
+    module.__import_torch = module.submodule = torch  # type: ignore[attr-defined]
+    assert value(module) == with_scale
+    assert value(torch) == "module torch"
+
+
+@pytest.fixture
+def gelu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A class of torch's, with a method of the program's."""
+    monkeypatch.setattr(nn.GELU, "forward", lambda self, x: x * 2)
+    yield nn.GELU
+    monkeypatch.undo()
+
+
+def test_a_patched_class_of_torch(gelu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(gelu):  # type: ignore[misc]
+        pass
+
+    def kinds() -> list[str]:
+        return [Content().kind(cls) for cls in (gelu, Own)]
+
+    patched = kinds()
+    monkeypatch.setattr(nn.GELU, "forward", lambda self, x: x * 3)
+    others = kinds()
+    monkeypatch.undo()
+    for one, other, unpatched in zip(patched, others, kinds(), strict=True):
+        assert len({one, other, unpatched}) == 3
+    assert Content().kind(nn.GELU) == "torch.nn.modules.activation.GELU"
+
+
+def test_what_isinstance_asks() -> None:
+    class Base(abc.ABC):  # noqa: B024
+        pass
+
+    before = value(Base)
+    Base.register(Plain)
+    assert value(Base) != before
+
+    class Meta(type):
+        def __instancecheck__(cls, instance: object) -> bool:
+            return True
+
+    class Asked(metaclass=Meta):
+        pass
+
+    with pytest.raises(NoContentError, match="whose metaclass says what is one"):
+        value(Asked)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["L['self']._modules['0'].weight", "G['a'][0][-1].b", "f(x).y['z']", "(a + b).c", "a + b.c"],
+)
+def test_sources_as_text(source: str) -> None:
+    assert text_of(parsed(source)) == source
