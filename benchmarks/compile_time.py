@@ -90,6 +90,8 @@ def compare(layers: int, trace: str, args: argparse.Namespace, results: Results)
                 for state in ("cold", "warm") if way in KEEPING else ("cold",):
                     found = _run(way, layers, trace, args, Path(folder), state)
                     samples.setdefault((way, state), []).append(found)
+                    results.add({"layers": layers, "trace": trace, "way": way, "state": state,
+                                 "sample": found})  # fmt: skip
                     say(f"{way}, {layers} layers, {trace}, {state}: {found}")
     rows = {
         (way, state): _row(f"{way}, {layers} layers, {trace}, {state}", found)

@@ -12,7 +12,7 @@ Note [Early launch]
 Between two kernels of a graph the device is idle for a microsecond: the second starts when the last
 program of the first is done. From compute capability 9.0 on, a kernel may be launched as soon as
 all programs of the one in front have said so, to be resident when that ends: 0.4 to 1.2 us less for
-each of a chain (`late_us` in benchmarks/results/one_row.json, H200). It then has to wait for what
+each of a chain (`late_us` of benchmarks/one_row.py, H200). It then has to wait for what
 the other writes. So *every* access to memory comes behind the wait, and every program waits. To
 read weights in front of it, as they hardly change, was 1 to 2 % faster, and wrong for those that
 do. A program says so behind its wait, not in front: whoever is launched then knows that all but the
