@@ -24,6 +24,7 @@ from piecewise_backend.config import Config
 from piecewise_backend.dynamic_dims import Dims, DynamicDims
 from piecewise_backend.entry import Entry, make_entry
 from piecewise_backend.errors import ContractError
+from piecewise_backend.graphs import collector_paused
 from piecewise_backend.past_dynamo import reason_in_hooks
 from piecewise_backend.presets import options_of_mode
 from piecewise_backend.report import Report
@@ -172,7 +173,8 @@ class Compiled:
         if self._config.level == 1:
             self._prepare_to_trace(args, kwargs)
             return self._trace(args, kwargs)
-        with self._tracing:
+        # As in `backend.make_runtime`: a trace, too, makes many objects and few cycles.
+        with self._tracing, collector_paused(collects_first=False):
             if self.runtime is not None:  # another thread was faster
                 return self._call(*args, **kwargs)
             session, parameters = self._prepare_to_trace(args, kwargs)

@@ -5,9 +5,8 @@ Out: a `RecordedGraph`, or why there is none; a graph that a backend takes like 
 Knows nothing of keys, and of what a trace read.
 
 Note [Only names and numbers]
-A node is stored with the names of what it calls, and with shapes instead of tensors: sizes and
-strides as expressions over the size symbols, and which tensors share memory. No tensor is stored:
-what a model holds is bound again in each process.
+A node has the names of what it calls, and shapes instead of tensors: sizes and strides as
+expressions over the size symbols, and which share memory. What a model holds is bound again.
 """
 
 from __future__ import annotations
@@ -58,6 +57,11 @@ class Fake:
     is_alone: bool
     """No other tensor of the graph shares it."""
     requires_grad: bool
+
+    @property
+    def is_all(self) -> bool:
+        """It has a storage of its own, and begins where that does."""
+        return self.is_alone and self.offset == 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -271,7 +275,7 @@ class _Maker:
         shape, stride = map(self._number, fake.shape), map(self._number, fake.stride)
         kind: Any = {"dtype": fake.dtype, "device": fake.device}
         key = (fake.storage, fake.dtype)
-        if fake.is_alone and fake.offset == 0:
+        if fake.is_all:
             made = torch.empty_strided(tuple(shape), tuple(stride), **kind)
         else:
             if key not in self.bases:
@@ -281,11 +285,11 @@ class _Maker:
         return made.requires_grad_(fake.requires_grad) if fake.requires_grad else made
 
     def _extents(self) -> dict[tuple[int, torch.dtype], sympy.Expr]:
-        """For each storage that is shared, as many elements as any of its tensors reaches."""
+        """For each storage to be made first, as many elements as any of its tensors reaches."""
         found: dict[tuple[int, torch.dtype], sympy.Expr] = {}
 
         def reach(leaf: Any) -> None:
-            if isinstance(leaf, Fake):
+            if isinstance(leaf, Fake) and not leaf.is_all:
                 steps = zip(leaf.shape, leaf.stride, strict=True)
                 extent = sum(((n - 1) * step for n, step in steps), leaf.offset + 1)
                 key = (leaf.storage, leaf.dtype)

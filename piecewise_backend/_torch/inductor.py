@@ -19,6 +19,7 @@ from torch._subclasses import fake_impls
 from torch.utils import _pytree as pytree
 
 from piecewise_backend._torch.kernel_choices import kernels_made_anew, loaded_kernels
+from piecewise_backend._torch.processes import agree_on_assembler
 from piecewise_backend._torch.symbols import SizeEnv, one_trace_for_all_sizes
 
 # One compilation at a time: two overlapping ones would restore what they patch in wrong order.
@@ -96,6 +97,7 @@ def compile_with_inductor(
         anew: share no kernel with what was compiled before; see `kernels_made_anew`. Inductor's
             caches do not serve it if a pass among `patches` has another key.
     """
+    agree_on_assembler()
     with (
         _compiling,
         kernels_made_anew() if anew else contextlib.nullcontext(),
