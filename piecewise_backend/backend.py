@@ -125,15 +125,6 @@ def make_runtime(
 piecewise.reset = Session.reset_all  # type: ignore[attr-defined]
 
 
-def _before_trace(*, options: Mapping[str, Any] | None = None, mode: str | None = None) -> None:
-    """Inductor's processes for kernels of a GPU start while Dynamo traces. See `piecewise`."""
-    if torch.cuda.is_initialized() and (options or {}).get("compiler") != "eager":
-        _torch.start_processes()
-
-
-_torch.call_before_traces(piecewise, _before_trace)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Passes:
     """The passes of one trace, by stage."""

@@ -82,10 +82,6 @@ from piecewise_backend._torch.operators import (
     python_functions,
     triton_kernel_of,
 )
-from piecewise_backend._torch.processes import (
-    call_before_traces,
-    start_processes,
-)
 from piecewise_backend._torch.reads import (
     BUILTINS_ALIAS,
     IMPORT_ALIAS,
@@ -150,7 +146,6 @@ __all__ = [
     "artifact_bytes",
     "borrowed_storage",
     "bound_replay",
-    "call_before_traces",
     "calling_module",
     "calling_scope",
     "compile_with_inductor",
@@ -218,7 +213,6 @@ __all__ = [
     "source_name",
     "source_namespace",
     "stance_is_default",
-    "start_processes",
     "symbols_of_size",
     "target_name",
     "torch_build",

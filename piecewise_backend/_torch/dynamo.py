@@ -49,7 +49,7 @@ def calling_scope() -> CompileScope | None:
     backend was called directly. Ends when the backend protocol carries a compile id.
     """
     wrapper = torch._TorchCompileWrapper.__call__
-    return next((owner for owner in callers_of(wrapper)), None)
+    return next((owner for owner in _callers_of(wrapper)), None)
 
 
 def scope_of(compiled: object) -> CompileScope | None:
@@ -94,13 +94,13 @@ def scopes_with_traces(compiled: object, scope: CompileScope) -> list[CompileSco
 def calling_module() -> OptimizedModule | None:
     """The module that `torch.compile` returned and whose call is being traced, if it is one."""
     scope = calling_scope()
-    for owner in callers_of(OptimizedModule.__call__):
+    for owner in _callers_of(OptimizedModule.__call__):
         if isinstance(owner, OptimizedModule) and scope_of(owner) is scope:
             return owner
     return None
 
 
-def callers_of(method: Any) -> Iterator[Any]:
+def _callers_of(method: Any) -> Iterator[Any]:
     """The `self` of every call of a method that is under way in this thread, innermost first.
 
     Only those frames are looked into: to ask a frame for its variables makes a copy of them,

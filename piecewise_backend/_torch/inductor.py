@@ -18,8 +18,8 @@ from torch._inductor.virtualized import V
 from torch._subclasses import fake_impls
 from torch.utils import _pytree as pytree
 
+from piecewise_backend._torch.assembler import agree_on_assembler
 from piecewise_backend._torch.kernel_choices import kernels_made_anew, loaded_kernels
-from piecewise_backend._torch.processes import agree_on_assembler
 from piecewise_backend._torch.symbols import SizeEnv, one_trace_for_all_sizes
 
 # One compilation at a time: two overlapping ones would restore what they patch in wrong order.
