@@ -22,6 +22,7 @@ from piecewise_backend.counters import CompilationCounter, compilation_counter
 from piecewise_backend.dump import GraphDump
 from piecewise_backend.errors import ConfigError, ContractError
 from piecewise_backend.graphs import collector_paused
+from piecewise_backend.job_process import is_worker
 from piecewise_backend.passes import (
     PassList,
     PassRecord,
@@ -35,7 +36,6 @@ from piecewise_backend.session import Session
 from piecewise_backend.splitting import split_graph
 from piecewise_backend.steps import SplitGraph
 from piecewise_backend.uncut import leave_uncut
-from piecewise_backend.workers import is_worker
 
 log = logging.getLogger(__name__)
 

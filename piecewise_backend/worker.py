@@ -16,9 +16,9 @@ import time
 from typing import IO
 
 from piecewise_backend import _torch
+from piecewise_backend.job_process import read_message
 from piecewise_backend.jobs import Setup, job_of
 from piecewise_backend.trace_bytes import from_bytes
-from piecewise_backend.workers import read_message
 
 _SECONDS_BETWEEN_LOOKS = 2.0
 

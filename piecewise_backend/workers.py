@@ -3,58 +3,23 @@
 In:  messages, each with a name; names.
 Out: nothing but the time when a job is done, or why it failed.
 Knows nothing of what is in a message.
-
-A process of its own has a main module of its own: the pools of the standard library would run the
-user's program again to find functions in it, unless that is written for them.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
-import json
 import logging
 import math
-import os
-import struct
-import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Hashable, Iterable
-from typing import IO
+
+from piecewise_backend.job_process import JobProcess
 
 log = logging.getLogger(__name__)
 
-_LENGTH = struct.Struct(">Q")
 # Of one thread: what ends one may end all, such as a device without memory.
 _MOST_FAILED = 3
-_MOST_SAID = 2048  # bytes of what a process printed that are looked at
 _LONGEST_WAIT = 1e9  # which is for ever, and still something that a lock can wait for
-# -P: what lies in the current directory is nobody's business, as it is not for a script.
-_MODULE = "piecewise_backend.worker"
-_COMMAND = [sys.executable, "-P", "-m", _MODULE]
-
-
-def is_worker() -> bool:
-    """This process does jobs for another one."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec is not None and spec.name == _MODULE
-
-
-def read_message(stream: IO[bytes]) -> bytes | None:
-    """One message; None at the end of the stream."""
-    head = stream.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        return None
-    (length,) = _LENGTH.unpack(head)
-    message = stream.read(length)
-    return message if len(message) == length else None
-
-
-def _write_message(stream: IO[bytes], message: bytes) -> None:
-    stream.write(_LENGTH.pack(len(message)) + message)
-    stream.flush()
 
 
 class Workers:
@@ -83,7 +48,7 @@ class Workers:
         self._running: set[Hashable] = set()
         self._tried_again: dict[Hashable, str] = {}
         """Of those that wait or run, why the first try failed."""
-        self._processes: set[_Process] = set()
+        self._processes: set[JobProcess] = set()
         self._num_threads = 0
         self._is_closed = False
 
@@ -96,8 +61,8 @@ class Workers:
             self._tried_again.pop(name, None)
             self._waiting[name] = message
             if self._num_threads < min(self.most, len(self._waiting) + len(self._running)):
-                threading.Thread(target=self._serve, daemon=True).start()
                 self._num_threads += 1
+                self._start_thread()
             self._changed.notify()
 
     def take(self, name: Hashable) -> None:
@@ -130,12 +95,19 @@ class Workers:
                 process.kill()
             self._changed.notify_all()
 
+    def _start_thread(self) -> None:
+        try:
+            threading.Thread(target=self._serve, daemon=True).start()
+        except RuntimeError as error:  # the system has no more
+            log.warning("no thread can be started to compile ahead: %s", error)
+            self._leave()
+
     def _serve(self) -> None:
         """Have a process, and another one if that ends, until there are no jobs."""
         num_failed = 0
         try:
             while self._is_needed(num_failed):
-                num_failed += not self._serve_by(_Process(self._niceness, self._setup))
+                num_failed += not self._serve_by(JobProcess(self._niceness, self._setup))
         except OSError as error:
             log.warning("no process can be started to compile ahead: %s", error)
             self._leave()
@@ -161,7 +133,7 @@ class Workers:
                 self._waiting.clear()
             self._changed.notify_all()
 
-    def _serve_by(self, process: _Process) -> bool:
+    def _serve_by(self, process: JobProcess) -> bool:
         """Give a process jobs; False if it ended in the middle of one that is not tried again."""
         with self._changed:
             self._processes.add(process)
@@ -220,81 +192,3 @@ class Workers:
             name, message = self._waiting.popitem()
             self._running.add(name)
             return name, message
-
-
-class _Process:
-    """One process: it reads messages, and answers each job by a line on a pipe of its own."""
-
-    def __init__(self, niceness: int, setup: bytes) -> None:
-        """Starts it; `setup` goes in front of the first job.
-
-        Raises:
-            OSError: it cannot be started.
-        """
-        self._pending: list[bytes] = [setup]
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `close`
-        answers, its_end = os.pipe()
-        self._answers = os.fdopen(answers, "rb")
-        # Python goes past what is no text as well; "" is the working directory.
-        path = [entry or os.curdir for entry in sys.path if isinstance(entry, str)]
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(path),
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # each is one of many
-        }
-        try:
-            self._popen = subprocess.Popen(
-                [*_COMMAND, str(niceness), str(its_end)], env=environment, pass_fds=[its_end],
-                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._said,
-                process_group=0,  # Ctrl-C is meant for the caller, and what he does ends with him
-            )  # fmt: skip
-        except OSError:
-            self._answers.close()
-            self._said.close()
-            raise
-        finally:
-            os.close(its_end)
-
-    def do(self, message: bytes) -> str | None:
-        """Why a job failed; None if it did not."""
-        assert self._popen.stdin is not None
-        line = b""
-        try:
-            with contextlib.suppress(BrokenPipeError):  # it has ended
-                for part in (*self._pending, message):
-                    _write_message(self._popen.stdin, part)
-                self._pending = []
-                line = self._answers.readline()
-            if not line:
-                return f"its process ended with {self._popen.wait()}: {self._last_words()}"
-            failure: str | None = json.loads(line)
-        except (OSError, ValueError) as error:
-            self.kill()  # what it says next could be of any job
-            self._popen.wait()
-            return f"its answer cannot be read: {error}"
-        return failure
-
-    def has_ended(self) -> bool:
-        """It cannot do another one."""
-        return self._popen.poll() is not None
-
-    def was_killed(self) -> bool:
-        """It has not ended by itself."""
-        status = self._popen.poll()
-        return status is not None and status < 0
-
-    def kill(self) -> None:
-        """End it in the middle of whatever it does."""
-        self._popen.kill()
-
-    def close(self) -> None:
-        """End it, and give back what belongs to it."""
-        self.kill()
-        self._popen.communicate()
-        self._answers.close()
-        self._said.close()
-
-    def _last_words(self) -> str:
-        size = self._said.seek(0, os.SEEK_END)
-        self._said.seek(max(size - _MOST_SAID, 0))
-        lines = self._said.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"

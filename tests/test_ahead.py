@@ -110,7 +110,7 @@ def test_what_was_compiled_ahead_is_taken(compiled_here: list[Any], tmp_path: Pa
 def test_what_nobody_has_begun_is_compiled_here(
     compiled_here: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("piecewise_backend.workers._COMMAND", ["sleep"])
+    monkeypatch.setattr("piecewise_backend.job_process._COMMAND", ["sleep"])
     ahead = ahead_with(PassList(()), {})
     compiler = InductorCompiler({}, pw.CompilationCounter(), ahead=ahead)
     piece = first_piece(scaled)
@@ -140,7 +140,7 @@ def test_what_cannot_be_sent_is_compiled_here(
 def test_a_piece_that_cannot_be_sent_does_not_keep_others_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("piecewise_backend.workers._COMMAND", ["/no/such/program"])
+    monkeypatch.setattr("piecewise_backend.job_process._COMMAND", ["/no/such/program"])
 
     def one_has_names_that_differ(x: Tensor) -> Tensor:
         x = out_attn(x, x, x)

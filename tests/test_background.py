@@ -348,7 +348,7 @@ def test_times_to_wait(
 def test_what_another_process_cannot_do_is_said(
     seconds: dict[str, float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("piecewise_backend.workers._COMMAND", ["/no/such/program"])
+    monkeypatch.setattr("piecewise_backend.job_process._COMMAND", ["/no/such/program"])
     with caplog.at_level(logging.WARNING):
         compiled = warmed_up(scaled, tuning="background", splitting_ops=[], compile_sizes=[4])
         session_of(compiled).runtimes[0].background.wait(60)
@@ -364,7 +364,7 @@ def test_what_another_process_cannot_do_is_said(
 
 @pytest.fixture
 def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("piecewise_backend.workers._COMMAND", ["/no/such/program"])
+    monkeypatch.setattr("piecewise_backend.job_process._COMMAND", ["/no/such/program"])
 
 
 def test_without_a_usable_cache_dir_it_is_tuned_all_the_same(

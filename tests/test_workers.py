@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from piecewise_backend import _torch, workers
+from piecewise_backend import _torch, job_process
 from piecewise_backend.jobs import Setup
 from piecewise_backend.trace_bytes import to_bytes
 from piecewise_backend.workers import Workers
@@ -67,7 +67,7 @@ def eventually(is_so: Callable[[], bool]) -> None:
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Workers]]:
     stands_for = tmp_path / "stands_for_worker.py"
     stands_for.write_text(textwrap.dedent(WORKER))
-    monkeypatch.setattr(workers, "_COMMAND", [sys.executable, str(stands_for)])
+    monkeypatch.setattr(job_process, "_COMMAND", [sys.executable, str(stands_for)])
     made: list[Workers] = []
 
     def new(most: int = 1) -> Workers:
@@ -205,7 +205,7 @@ def test_who_waits_for_what_a_killed_process_did_does_it_himself(
     pool = make()
     pool.submit("a", job("a", WRITE_PID + waiting_for("never")))
     eventually((tmp_path / "pid").exists)
-    monkeypatch.setattr(workers, "_COMMAND", ["/no/such/program"])
+    monkeypatch.setattr(job_process, "_COMMAND", ["/no/such/program"])
     threading.Timer(0.2, killed_in_the_middle, [tmp_path]).start()
     pool.take("a")
     assert pool.failures == {"a": "its process ended with -9: it said nothing"}
@@ -279,7 +279,7 @@ def test_whatever_a_thread_dies_of_leaves_no_job(
         raise RuntimeError("of something")
 
     with monkeypatch.context() as patch:
-        patch.setattr(workers._Process, "do", dies)
+        patch.setattr(job_process.JobProcess, "do", dies)
         (tmp_path / "go").touch()
         assert pool.wait(60)
     assert pool.failures == {
@@ -293,13 +293,34 @@ def test_whatever_a_thread_dies_of_leaves_no_job(
 def test_no_process_can_be_started(
     make: Callable[..., Workers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "_COMMAND", ["/no/such/program"])
+    monkeypatch.setattr(job_process, "_COMMAND", ["/no/such/program"])
     pool = make(2)
     pool.submit("a", job("a"))
     pool.submit("b", job("b"))
     pool.wait()
     assert set(pool.failures) == {"a", "b"}
     assert not pool.is_left("a")
+
+
+@pytest.mark.parametrize("num_there", [0, 1])
+def test_no_thread_can_be_started(
+    make: Callable[..., Workers], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_there: int
+) -> None:
+    pool = make(2)
+    for i in range(num_there):
+        pool.submit(i, job(str(i), waiting_for("go")))
+        eventually(lambda: bool(pool._running))
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        pool.submit("a", job("a"))
+    (tmp_path / "go").touch()
+    assert pool.wait(60), "for nobody"
+    assert pool.failures == ({} if num_there else {"a": "no process is left to do it"})
+    assert done(tmp_path) == (["0", "a"] if num_there else [])
 
 
 def test_closing_ends_what_runs(make: Callable[..., Workers], tmp_path: Path) -> None:
@@ -364,12 +385,12 @@ def test_an_interrupt_is_for_the_caller(make: Callable[..., Workers], tmp_path: 
 
 def test_a_message_that_is_cut_off_is_none(tmp_path: Path) -> None:
     path = tmp_path / "stream"
-    whole = workers._LENGTH.pack(5) + b"hello"
+    whole = job_process._LENGTH.pack(5) + b"hello"
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
         with path.open("rb") as stream:
-            assert workers.read_message(stream) is None
+            assert job_process.read_message(stream) is None
     path.write_bytes(whole + whole[:3])
     with path.open("rb") as stream:
-        assert workers.read_message(stream) == b"hello"
-        assert workers.read_message(stream) is None
+        assert job_process.read_message(stream) == b"hello"
+        assert job_process.read_message(stream) is None
