@@ -1193,6 +1193,36 @@ def test_a_sealed_model_after_dynamo_reset() -> None:
     compiled(rows(4))
 
 
+def test_the_collector_is_paused_for_the_first_call_and_put_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    was_enabled: list[bool] = []
+
+    class Watched(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sin(x)
+
+    def backend(*args: Any, **kwargs: Any) -> Any:
+        was_enabled.append(gc.isenabled())
+        return original(*args, **kwargs)
+
+    original = pw.backend.make_runtime
+    monkeypatch.setattr(pw.backend, "make_runtime", backend)
+    fast = pw.compile(Watched(), compiler="eager")
+    fast(torch.ones(3, 2))
+    fast(torch.ones(4, 2))
+    assert was_enabled == [False]
+    assert gc.isenabled()
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("of something")
+
+    monkeypatch.setattr(pw.backend, "make_runtime", broken)
+    with pytest.raises(Exception, match="of something"):
+        pw.compile(Watched(), compiler="eager")(torch.ones(3, 2))
+    assert gc.isenabled()
+
+
 def test_a_graph_break_is_an_error_with_its_place() -> None:
     def model(x: Tensor) -> Tensor:
         x = out_attn(x, x, x)

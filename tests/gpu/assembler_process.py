@@ -1,9 +1,11 @@
-"""A process that runs a Triton kernel of its own before a product is tuned:
-`python -m tests.gpu.assembler_process`. Prints how many templates Triton found and compiled here.
+"""A process that runs a Triton kernel of its own before a product is tuned, and with the argument
+"inductor" a function that Inductor compiles behind that: `python -m tests.gpu.assembler_process`.
+Prints how many templates Triton found and compiled here.
 """
 
 import collections
 import json
+import sys
 from typing import Any
 
 import torch
@@ -36,6 +38,8 @@ def main() -> None:
     x = torch.zeros(SIZE, device="cuda")
     _add_one[(1,)](x, SIZE, block=SIZE)
     assert x.sum() == SIZE
+    if "inductor" in sys.argv:
+        assert torch.compile(lambda y: y.exp() + 1)(torch.zeros_like(x)).sum() == 2 * SIZE
     AsyncCompile.wait_pool_ready()  # else it is a matter of time who compiles
     weight = torch.randn(512, 512, device="cuda", dtype=torch.bfloat16)
 

@@ -19,7 +19,10 @@ pytestmark = [
 ]
 
 
-def test_templates_are_compiled_once_though_triton_was_asked_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("others", [[], ["inductor"]])
+def test_templates_are_compiled_once_though_triton_was_asked_before(
+    tmp_path: Path, others: list[str]
+) -> None:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(PROJECT), os.environ.get("PYTHONPATH", "")]),
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
@@ -28,7 +31,7 @@ def test_templates_are_compiled_once_though_triton_was_asked_before(tmp_path: Pa
     }
     environment.pop("TRITON_PTXAS_PATH", None)  # as this process may have got it by now
     done = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.assembler_process"],
+        [sys.executable, "-m", "tests.gpu.assembler_process", *others],
         cwd=tmp_path, env=environment, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
