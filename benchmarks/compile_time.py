@@ -60,11 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.quick:
         _read_files(args)
     first_calls: dict[int, Row] = {}
-    for layers, trace in QUICK_CASES if args.quick else CASES:
-        if (not args.depths or layers in args.depths) and trace in args.traces:
-            rows = compare(layers, trace, args, results)
-            if trace == "static" and ("pw.compile", "cold") in rows:
-                first_calls[layers] = rows["pw.compile", "cold"]
+    for layers, trace in args.cases:
+        rows = compare(layers, trace, args, results)
+        if trace == "static" and ("pw.compile", "cold") in rows:
+            first_calls[layers] = rows["pw.compile", "cold"]
     _judge_depths(first_calls, results)
     say(results.summary())
     return 0
@@ -85,6 +84,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--trace", choices=TRACES, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    there = QUICK_CASES if args.quick else CASES
+    if unknown := set(args.depths or ()) - {layers for layers, _ in there}:
+        parser.error(f"--depths {sorted(unknown)}: there are {sorted({n for n, _ in there})}")
+    args.cases = [
+        (layers, trace)
+        for layers, trace in there
+        if (not args.depths or layers in args.depths) and trace in args.traces
+    ]
     args.samples = args.samples or (1 if args.quick else 2)
     folder = Path(tempfile.mkdtemp(prefix="benchmarks-")) if args.quick else RESULTS
     args.output = args.output or folder / "compile_time.json"
