@@ -71,14 +71,19 @@ def content_key(parts: Iterable[Any]) -> str:
 
 
 def op_content(op: torch._ops.OpOverload) -> dict[str, str]:
-    """The schema of an op, and a hash of each function that users wrote of it in Python.
+    """The schema of an op, its tags, which Inductor goes by (whether it keeps strides, say), and a
+    hash of each function that users wrote of it in Python.
 
     Raises:
         NoContentError: one of them depends on something that has none.
     """
     functions = _torch.python_functions(op).items()
     content = {name: digest([content_key([function])]) for name, function in sorted(functions)}
-    return {"schema": str(op._schema), **content}
+    return {**_declared(op), **content}
+
+
+def _declared(op: torch._ops.OpOverload) -> dict[str, str]:
+    return {"schema": str(op._schema), "tags": ", ".join(sorted(map(str, op.tags)))}
 
 
 def digest(texts: list[str]) -> str:
@@ -104,7 +109,7 @@ def _package(part: Any) -> str:
 
 def _op(op: torch._ops.OpOverload) -> tuple[dict[str, str], _Ops]:
     """As `op_content`, without the content of the ops that it names itself."""
-    content, ops = {"schema": str(op._schema)}, _Ops()
+    content, ops = _declared(op), _Ops()
     for name, function in sorted(_torch.python_functions(op).items()):
         try:
             described, named_by_it = _described([function])

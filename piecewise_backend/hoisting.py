@@ -223,7 +223,7 @@ _values: list[Any] = []  # like torch.library's own registry, for the life of th
 _indices: dict[tuple[str, str], int] = {}
 _filling = threading.Lock()
 _originals: dict[OpOverload, OpOverload] = {}
-_library = torch.library.Library("piecewise_hoisted", "FRAGMENT")
+_libraries: dict[str, torch.library.Library] = {}  # by the name of the only op in each
 
 
 def _table_index(value: Any) -> int:
@@ -275,7 +275,10 @@ def _twin(op: OpOverload, indexed: tuple[str, ...]) -> OpOverload:
     # No defaults: a caller passes every argument.
     returns = str(op._schema).rpartition("->")[2]
     schema = f"{name}({', '.join(parts)}) ->{returns}"
-    _library.define(schema)
+    if (of_earlier := _libraries.pop(name, None)) is not None:  # of an `op` defined again since
+        _torch.forget_ops(of_earlier)
+    library = _libraries[name] = torch.library.Library("piecewise_hoisted", "FRAGMENT")
+    library.define(schema, tags=tuple(op.tags))
 
     def call_original(*args: Any, **kwargs: Any) -> Any:
         bound = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
@@ -285,8 +288,8 @@ def _twin(op: OpOverload, indexed: tuple[str, ...]) -> OpOverload:
         positional = [bound.pop(n) for n in order]
         return op(*positional, **bound)
 
-    _library.impl(name, call_original, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"piecewise_hoisted::{name}", call_original, lib=_library)
+    library.impl(name, call_original, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"piecewise_hoisted::{name}", call_original, lib=library)
     twin: OpOverload = getattr(torch.ops.piecewise_hoisted, name).default
     _originals[twin] = op
     return twin

@@ -267,7 +267,7 @@ def test_code_of_an_op_whose_constants_were_hoisted_counts() -> None:
     found = _key(first, 5, {})
     assert isinstance(found, dict)
     assert set(found["called"]) == {"pwtest.named.default"}
-    assert set(found["called"]["pwtest.named.default"]) == {"schema", "any device", "fake"}
+    assert set(found["called"]["pwtest.named.default"]) == {"schema", "tags", "any device", "fake"}
 
 
 def test_what_has_no_name_or_no_visible_code_has_no_key() -> None:

@@ -208,3 +208,61 @@ def test_inductor_compiles_three_pieces_whatever_the_depth(dtype: torch.dtype) -
         for size in (1, 3, 4):
             x = rows(size, seed=5, dtype=dtype)
             torch.testing.assert_close(compiled(x), function(x))
+
+
+def defined(more: str = "", factor: float = 1.0, tags: tuple[torch.Tag, ...] = ()) -> Any:
+    """An op with a name for each layer, of the library that is returned."""
+    library = torch.library.Library("pwhoist", "FRAGMENT")
+    library.define(f"layer(Tensor x, str name{more}) -> Tensor", tags=tags)
+
+    def kernel(x: Tensor, name: str, power: int = 1) -> Tensor:
+        return x * (factor * int(name)) ** power
+
+    library.impl("layer", kernel, "CompositeExplicitAutograd")
+    return library
+
+
+def layers(x: Tensor) -> Tensor:
+    """Three layers that differ in a name."""
+    for name in "123":
+        x = torch.ops.pwhoist.layer(OPS.fresh(x, x, x), name)
+    return x
+
+
+def twins() -> set[Any]:
+    """What the pieces of `layers` call in place of the op."""
+    targets = [
+        node.target
+        for piece in {
+            i.distinct.index: i.distinct for i in identify(split(layers, rows(5)).pieces)
+        }.values()
+        for node in piece.module.graph.nodes
+        if node.op == "call_function"
+    ]
+    return {target for target in targets if getattr(target, "namespace", "") == "piecewise_hoisted"}
+
+
+def test_an_op_that_is_defined_again_has_its_constants_hoisted_again() -> None:
+    first = None
+    for more, factor in (("", 1.0), ("", 2.0), (", int power=2", 3.0)):
+        library = defined(more, factor)
+        try:
+            torch._dynamo.reset()
+            compiled = compile(layers)
+            with quiet_fallbacks():
+                torch.testing.assert_close(compiled(rows(5)), layers(rows(5)))
+                if first is not None and not more:  # which goes on calling the op by its name
+                    torch.testing.assert_close(first(rows(5)), layers(rows(5)))
+            first = compiled
+        finally:
+            library._destroy()
+
+
+def test_what_stands_for_an_op_has_its_tags() -> None:
+    for tags in ((), (torch.Tag.flexible_layout,), (torch.Tag.needs_fixed_stride_order,)):
+        library = defined(tags=tags)
+        try:
+            (twin,) = twins()
+            assert tuple(twin.tags) == tags
+        finally:
+            library._destroy()

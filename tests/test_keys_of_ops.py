@@ -127,13 +127,13 @@ def test_a_kernel_for_one_device_counts(define: Any) -> None:
 IN_LIBRARY = """\
 import torch
 lib = torch.library.Library("pwopkeys", "FRAGMENT")
-lib.define("op(Tensor x{more}) -> Tensor")
+lib.define("op(Tensor x{more}) -> Tensor", tags=({tags}))
 def fake(x, y=1): return {fake}
 torch.library.register_fake("pwopkeys::op", fake, lib=lib)
 """
 
 
-def test_schema_and_fake_of_an_op_without_python_kernel_count(define: Any) -> None:
+def test_schema_fake_and_tags_of_an_op_without_python_kernel_count(define: Any) -> None:
     keys = []
     for changes in (
         {},
@@ -141,11 +141,13 @@ def test_schema_and_fake_of_an_op_without_python_kernel_count(define: Any) -> No
         {"more": ", int y=1"},
         {"more": ", int y=2"},
         {"fake": "x.new_empty(3)"},
+        {"tags": "torch.Tag.needs_fixed_stride_order,"},
+        {"tags": "torch.Tag.flexible_layout,"},
     ):
-        define(IN_LIBRARY, **{"more": ""} | changes)
+        define(IN_LIBRARY, **{"more": "", "tags": ""} | changes)
         keys.append(key())
     assert keys[0] == keys[1]
-    assert len(set(keys)) == 4
+    assert len(set(keys)) == 6
 
 
 def test_the_key_of_a_list_sees_ops(define: Any) -> None:
@@ -226,7 +228,7 @@ def test_an_op_without_content_is_named_and_needs_an_explicit_key(define: Any) -
 def test_a_graph_and_a_pass_see_the_same_of_an_op(define: Any) -> None:
     define()
     before = op_content(torch.ops.pwopkeys.op.default)
-    assert set(before) == {"schema", "any device", "fake"}
+    assert set(before) == {"schema", "tags", "any device", "fake"}
     assert all(text in key() for text in (before["schema"], "any device", "fake"))
 
 

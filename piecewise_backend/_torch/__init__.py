@@ -73,6 +73,7 @@ from piecewise_backend._torch.memory import (
     weak_view,
 )
 from piecewise_backend._torch.operators import (
+    forget_ops,
     is_from_torch,
     is_hidden_composite,
     kernel_below_dispatcher,
@@ -158,6 +159,7 @@ __all__ = [
     "expr_source",
     "fake_call",
     "fake_mode_of",
+    "forget_ops",
     "forget_traces",
     "functionalized_writes",
     "global_names",

@@ -124,3 +124,12 @@ def triton_kernel_of(node: fx.Node) -> tuple[Any, dict[str, Any]] | None:
     kernel, constants = node.kwargs["kernel_idx"], node.kwargs["constant_args_idx"]
     table: Any = kernel_side_table
     return table.get_kernel(kernel), table.get_constant_args(constants)
+
+
+def forget_ops(library: torch.library.Library) -> None:
+    """Take the ops that were defined in a library back, so that their names can be used again.
+
+    What torch does itself with the library of a custom op that is defined again. Ends when there
+    is a public way.
+    """
+    library._destroy()
