@@ -497,6 +497,40 @@ def test_scalars_match_any_number() -> None:
     assert constants == [1e-6, 1e-5]
 
 
+def test_a_scalar_may_be_one_in_the_example() -> None:
+    rewrite = pw.Rewrite(
+        name="scaled",
+        pattern=lambda x, factor: torch.rsqrt(x * factor),
+        replacement=lambda x, factor: torch.ops.pwtest.scaled(x, factor),
+        example_inputs=lambda: (torch.empty(3, 4),),
+        scalars={"factor": 1.0},
+    )
+    gm = traced(lambda x: torch.rsqrt(torch.rsqrt(x * 0.5)), torch.empty(3, 4))
+    assert run(rewrite, gm).matches == 1
+    constants = [node.args[1] for node in gm.graph.nodes if "scaled" in str(node.target)]
+    assert constants == [0.5]
+
+
+@pytest.mark.usefixtures("inductor_cache")
+def test_a_pattern_may_have_what_inductor_leaves_out() -> None:
+    """Since torch 2.14 a factor of 1 is gone from the graphs that passes see."""
+    rewrite = pw.Rewrite(
+        name="fuse_gate",
+        pattern=lambda x, y: torch.tanh(x) * (1.0 / y),
+        replacement=lambda x, y: torch.ops.pwtest.gate(x, y),
+        example_inputs=two_tensors,
+        min_matches=1,
+    )
+    compiled = compile(
+        lambda x: torch.tanh(x) * (1.0 / (x + 1)), compiler="inductor", passes=[rewrite]
+    )
+    compiled(rows(4))
+    (record,) = [
+        r for r in pw.report(compiled).graphs[0].passes["piece 0"] if r.name == "fuse_gate"
+    ]
+    assert record.matches == 1
+
+
 def test_a_function_that_does_not_count_counts_one_if_it_changed_something() -> None:
     def double_inputs(graph: fx.Graph) -> None:
         for node in list(graph.find_nodes(op="call_function", target=aten.sin.default)):

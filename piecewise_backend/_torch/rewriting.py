@@ -9,14 +9,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor_config
 from torch import fx
 from torch._dynamo.utils import counters
 from torch._inductor import pattern_matcher
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.fx_passes import joint_graph
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.fx import subgraph_rewriter
 from torch.utils import _pytree as pytree
+from torch.utils._ordered_set import OrderedSet
 
 from piecewise_backend._torch.calls import may_write
 
@@ -67,18 +70,35 @@ def piece_rewriter(
         tensors = {n: fx.map_arg(match.kwargs[n], value_of) for n in names if n not in scalars}
         return requires is None or bool(requires(**tensors, **numbers))
 
+    # A parameter that is 1 in the example would be gone with the multiplication by it.
+    names_no_constant = not {0, 1}.intersection(scalars.values())
     with torch.no_grad(), torch._guards.tracing(None), unset_fake_temporarily(), FakeTensorMode():
         given = iter(example_inputs())
         pattern_matcher.register_replacement(
             remembering,
             replacement,
             [next(given) for name in names if name not in scalars],
-            pattern_matcher.fwd_only,
+            _traced if names_no_constant else pattern_matcher.fwd_only,
             [matcher],
             extra_check=accepts,
             scalar_workaround=dict(scalars) or None,
         )
     return matcher.apply
+
+
+def _traced(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.GraphModule:
+    """The graph of a function as passes in Inductor get to see it.
+
+    Inductor's matcher traces patterns as they are, while since torch 2.14 factors of 1 and
+    summands of 0 are gone from graphs by then: `x * (1.0 / scale)` would not be found. Ends when
+    the matcher simplifies both.
+    """
+    module = pattern_matcher.fwd_only(fn, *args, **kwargs)
+    if inductor_config.joint_graph_constant_folding:
+        joint_graph.remove_no_ops(module, OrderedSet(), OrderedSet())
+        module.graph.eliminate_dead_code()
+        module.recompile()
+    return module
 
 
 def trace_pattern(
