@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,8 +35,11 @@ def test_files_of_a_warmed_up_model(tmp_path: Path) -> None:
         "graph_0/transformed_code.py",
     ]
     for path in tmp_path.rglob("*.py"):
-        compiled = ast.parse(path.read_text())
-        assert compiled.body, path.name
+        text = path.read_text()
+        # depyf 0.20 knows no call of Python 3.13's that has no arguments.
+        may_be_listed = path.name == "transformed_code.py" and sys.version_info >= (3, 13)
+        is_listed = may_be_listed and "depyf could not decompile" in text
+        assert ast.parse(text).body or is_listed, path.name
 
 
 def test_computation_graph_has_table_shapes_and_steps(tmp_path: Path) -> None:
