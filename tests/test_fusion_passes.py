@@ -232,6 +232,20 @@ torch.library.impl("pwfusion::fp8_up_to", "CompositeExplicitAutograd", fp8_up_to
 torch.library.register_fake("pwfusion::fp8_up_to", fp8_up_to)
 
 
+def static_with_a_factor_of_one(y: Tensor, scale: Tensor) -> Tensor:
+    """Since torch 2.14 Inductor takes such factors out of graphs."""
+    return fp8_of(y.float() * torch.rsqrt(scale * scale * 1.0))
+
+
+def test_a_spelling_may_have_what_inductor_leaves_out() -> None:
+    def model(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        return static_with_a_factor_of_one(plain_norm(x, weight, EPS), scale)
+
+    assert rewritten(model, norm_arguments()).matches == {}
+    pw.register_spelling("static_quant", static_with_a_factor_of_one)
+    assert rewritten(model, norm_arguments()).matches == {"rms_norm_static_quant": 1}
+
+
 @pytest.mark.parametrize("bound", [64, 304])
 def test_a_number_written_in_a_spelling_stands_for_itself(bound: int) -> None:
     pw.register_spelling("static_quant", lambda y, scale: mine.fp8_up_to(y, scale, bound))

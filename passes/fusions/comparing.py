@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -115,6 +115,12 @@ class Pattern:
 @functools.cache
 def traced(spelling: Spelling, dtype: torch.dtype, device: torch.device) -> Pattern:
     """The pattern of a spelling whose values are of `dtype`."""
+    return next(iter(patterns(spelling, dtype, device)))
+
+
+@functools.cache
+def patterns(spelling: Spelling, dtype: torch.dtype, device: torch.device) -> tuple[Pattern, ...]:
+    """That pattern, and the one that is left of it in Inductor if that is another."""
     names = _torch.positional_parameters(spelling)
     numbers = {name: _NUMBERS[name] for name in names if name in _NUMBERS}
     others = {"dtype": dtype} if "dtype" in names else {}
@@ -127,6 +133,13 @@ def traced(spelling: Spelling, dtype: torch.dtype, device: torch.device) -> Patt
     graph = _torch.trace_pattern(
         call, lambda: [_example(n, columns, dtype, device) for n in tensors]
     )
+    graphs = [graph, *filter(None, [_torch.simplified(graph)])]
+    return tuple(_pattern(each, tensors, numbers) for each in graphs)
+
+
+def _pattern(
+    graph: fx.Graph, tensors: Sequence[str], numbers: Mapping[str, float | int]
+) -> Pattern:
     _mark(graph, numbers)
     placeholders = graph.find_nodes(op="placeholder")
     outputs: Any = graph.output_node().args[0]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from piecewise_backend import _torch
-from piecewise_backend.passes.fusions.comparing import CAST, Found, same_value, traced
+from piecewise_backend.passes.fusions.comparing import CAST, Found, patterns, same_value, traced
 from piecewise_backend.passes.fusions.spellings import NOT_IN_FLOAT16, Spellings
 from piecewise_backend.passes.ops.reference import FP8_DTYPE
 
@@ -95,9 +95,9 @@ class Reader:
         for spelling in self.spellings[part]:
             if dtype == torch.float16 and spelling in NOT_IN_FLOAT16:
                 continue
-            found = traced(spelling, dtype, tensor(node).device).match(node)
-            if found is not None:
-                yield found
+            for pattern in patterns(spelling, dtype, tensor(node).device):
+                if (found := pattern.match(node)) is not None:
+                    yield found
 
     def quantised(self, node: fx.Node) -> Iterator[Quantised]:
         """The quantisations whose float8 values `node` may be."""

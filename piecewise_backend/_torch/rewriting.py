@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import operator
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 import torch._inductor.config as inductor_config
-from torch import fx
+from torch import fx, nn
 from torch._dynamo.utils import counters
 from torch._inductor import pattern_matcher
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -87,18 +88,24 @@ def piece_rewriter(
 
 
 def _traced(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.GraphModule:
-    """The graph of a function as passes in Inductor get to see it.
+    """The graph of a function as passes in Inductor get to see it; see `simplified`."""
+    module = pattern_matcher.fwd_only(fn, *args, **kwargs)
+    return fx.GraphModule(module, simplified(module.graph) or module.graph)
+
+
+def simplified(pattern: fx.Graph) -> fx.Graph | None:
+    """A pattern without what Inductor takes out of graphs; None if there is nothing of the kind.
 
     Inductor's matcher traces patterns as they are, while since torch 2.14 factors of 1 and
     summands of 0 are gone from graphs by then: `x * (1.0 / scale)` would not be found. Ends when
     the matcher simplifies both.
     """
-    module = pattern_matcher.fwd_only(fn, *args, **kwargs)
-    if inductor_config.joint_graph_constant_folding:
-        joint_graph.remove_no_ops(module, OrderedSet(), OrderedSet())
-        module.graph.eliminate_dead_code()
-        module.recompile()
-    return module
+    if not inductor_config.joint_graph_constant_folding:
+        return None
+    module = fx.GraphModule(nn.Module(), copy.deepcopy(pattern))
+    joint_graph.remove_no_ops(module, OrderedSet(), OrderedSet())
+    module.graph.eliminate_dead_code()
+    return module.graph if len(module.graph.nodes) < len(pattern.nodes) else None
 
 
 def trace_pattern(
