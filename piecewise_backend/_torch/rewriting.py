@@ -72,14 +72,14 @@ def piece_rewriter(
         return requires is None or bool(requires(**tensors, **numbers))
 
     # A parameter that is 1 in the example would be gone with the multiplication by it.
-    names_no_constant = not {0, 1}.intersection(scalars.values())
+    can_be_simplified = not {0, 1}.intersection(scalars.values())
     with torch.no_grad(), torch._guards.tracing(None), unset_fake_temporarily(), FakeTensorMode():
         given = iter(example_inputs())
         pattern_matcher.register_replacement(
             remembering,
             replacement,
             [next(given) for name in names if name not in scalars],
-            _traced if names_no_constant else pattern_matcher.fwd_only,
+            _traced if can_be_simplified else pattern_matcher.fwd_only,
             [matcher],
             extra_check=accepts,
             scalar_workaround=dict(scalars) or None,
