@@ -16,6 +16,7 @@ import dataclasses
 import gc
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -85,6 +86,7 @@ class CudaGraphPool:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.pool = torch.cuda.graph_pool_handle()
+        self._in_pool: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         torch.cuda.current_blas_handle()  # cannot be made while recording
         self._lent = CaptureStream.lend_to(self, device)
 
@@ -109,24 +111,43 @@ class CudaGraphPool:
         self._lent.updates.wait()
 
     def capture(self, function: Callable[..., Outputs], inputs: Sequence[Any]) -> CapturedGraph:
+        # Held, so that the pool stays alive: the allocator refuses one whose last graph is gone,
+        # such as that of the first piece of a size whose second piece could not be recorded.
+        some_graph = next(iter(self._in_pool), None)
+        if some_graph is None:
+            self.pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Not `torch.cuda.graph`: that synchronises and empties the cache around every capture.
-        # "thread_local": other threads of the program may go on using CUDA meanwhile.
-        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         try:
-            outputs = tuple(function(*inputs))
-        except BaseException as error:
-            try:
-                graph.capture_end()
-            except RuntimeError:  # the recording was invalid by then
-                _torch.leave_failed_capture(self.device, self.pool)
-                # The allocator takes the old pool for one that is still being recorded to.
-                self.pool = torch.cuda.graph_pool_handle()
-            if not isinstance(error, Exception):
-                raise
+            outputs, is_empty = self._record(graph, function, inputs)
+        except Exception as error:
             raise CaptureError(f"the piece cannot be recorded: {error}") from error
-        is_empty = _end_capture(graph)
+        self._in_pool.add(graph)
         return CapturedGraph(_torch.bound_replay(graph), outputs, graph, is_empty)
+
+    def _record(
+        self, graph: torch.cuda.CUDAGraph, function: Callable[..., Outputs], inputs: Sequence[Any]
+    ) -> tuple[tuple[torch.Tensor, ...], bool]:
+        """Returns the outputs, and whether nothing was recorded.
+
+        Raises:
+            BaseException: what failed, to begin, to run or to end; nothing is recording then.
+        """
+        try:
+            # Not `torch.cuda.graph`: that synchronises and empties the cache around every capture.
+            # "thread_local": other threads of the program may go on using CUDA meanwhile.
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            return tuple(function(*inputs)), _end_capture(graph)
+        except BaseException:
+            self._stop_recording(graph)
+            raise
+
+    def _stop_recording(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            _end_capture(graph)
+        except RuntimeError:  # it never began, became invalid, or could not be made a graph
+            _torch.leave_failed_capture(self.device, self.pool)
+            # The allocator takes the old pool for one that is still being recorded to.
+            self._in_pool.clear()
 
 
 def _end_capture(graph: torch.cuda.CUDAGraph) -> bool:

@@ -57,11 +57,12 @@ def raw_stream(device_index: int) -> int:
 
 
 def leave_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
-    """Bring generator and allocator out of a capture that `capture_end` could not end.
+    """Bring generator and allocator out of a capture that did not begin or end properly.
 
-    `capture_end` raises before it tells them (torch 2.11). Every random number would be an error
-    from then on; a capture of nothing ends properly. The allocator is told directly, but goes on
-    refusing captures into the pool, which must be replaced. Ends when `capture_end` cleans up.
+    `capture_begin` tells the generator before it fails, `capture_end` fails before it tells them
+    (torch 2.11). Every random number would be an error from then on; a capture of nothing ends
+    properly. The allocator is told directly, but goes on refusing captures into the pool, which
+    must be replaced. Ends when `capture_begin` and `capture_end` clean up.
     """
     index = device.index if device.index is not None else torch.cuda.current_device()
     with contextlib.suppress(RuntimeError):  # a torch that has told the allocator already
