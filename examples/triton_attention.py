@@ -45,27 +45,45 @@ def paged_attention_triton(
         q, k, v, out, kv_cache, block_tables, seq_ids, positions, context_lens,
         q_strides[0], k_strides[0], v_strides[0], out_strides[0], kv_cache.stride(0),
         BLOCK_SIZE=kv_cache.shape[2], MAX_BLOCKS=block_tables.shape[1],
-        **_constants(num_heads, num_kv_heads, head_dim, q.dtype),
+        **_constants(num_heads, num_kv_heads, head_dim, q.dtype, q.device),
     )  # fmt: skip
 
 
 @functools.cache
 def _constants(
-    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, float]:
-    """Compile-time values that depend on the model only."""
+    """Compile-time values that depend on the model and the device only."""
     group = num_heads // num_kv_heads
+    block_n, num_stages = _tile(head_dim, dtype, device)
     return {
         "SLOT_WIDTH": num_kv_heads * head_dim,
         "GROUP": group,
         # tl.dot wants at least 16 rows; the rows past the group are masked.
         "GROUP_ROWS": max(16, triton.next_power_of_2(group)),
         "HEAD_DIM": head_dim,
-        # Float32 dots run on plain FMA units and keep both operands in registers.
-        "BLOCK_N": 32 if dtype == torch.float32 else 64,
+        "BLOCK_N": block_n,
         # Scores are in base 2, where the hardware has an exponential.
         "SCALE": head_dim**-0.5 * math.log2(math.e),
+        "num_stages": num_stages,
     }
+
+
+def _tile(head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[int, int]:
+    """How many keys are folded in at once, and how many tiles are on their way.
+
+    One sequence's few tiles are one after the other, so that large ones make a decode step shorter;
+    two of keys and two of values have to fit into shared memory, with some room.
+    """
+    if dtype == torch.float32:  # its dots run on plain FMA units, with both operands in registers
+        return 32, 3
+    properties = torch.cuda.get_device_properties(device)
+    by_default = properties.shared_memory_per_block
+    shared_bytes = getattr(properties, "shared_memory_per_block_optin", by_default)
+    keys = min(256, max(64, 2**14 // head_dim))
+    if 2 * 2 * keys * head_dim * dtype.itemsize > shared_bytes - 2**14:
+        return 64, 3
+    return keys, 2
 
 
 @triton.jit

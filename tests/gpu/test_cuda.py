@@ -598,10 +598,13 @@ def test_two_threads(has_own_stream: bool) -> None:
 
 
 def attention_case(
-    sequences: list[tuple[int, int]], dtype: torch.dtype, num_scratch: int = 0
+    sequences: list[tuple[int, int]],
+    dtype: torch.dtype,
+    num_scratch: int = 0,
+    head_dim: int = 64,
 ) -> tuple[PagedCache, list[Tensor]]:
     """A cache with `context` tokens of each sequence, and the arguments for `new` more of each."""
-    num_heads, num_kv_heads, head_dim, block_size = 8, 2, 64, 16
+    num_heads, num_kv_heads, block_size = 8, 2, 16
     blocks = [-(-(context + new) // block_size) for context, new in sequences]
     cache = PagedCache(
         1, num_kv_heads, head_dim, num_blocks=2 + sum(blocks), max_seqs=2 + len(sequences),
@@ -632,20 +635,25 @@ def attention_case(
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("sequences", "num_scratch"),
+    ("sequences", "num_scratch", "head_dim"),
     [
-        ([(1, 1), (15, 1), (16, 1), (17, 1), (300, 1)], 0),
-        ([(0, 1), (0, 7), (0, 16), (0, 129)], 0),
-        ([(5, 9), (16, 33), (100, 70)], 0),
-        ([(0, 20), (40, 1), (64, 3), (3, 1)], 5),
-        ([], 40),
+        ([(1, 1), (15, 1), (16, 1), (17, 1), (300, 1)], 0, 64),
+        ([(0, 1), (0, 7), (0, 16), (0, 129)], 0, 64),
+        ([(5, 9), (16, 33), (100, 70)], 0, 64),
+        ([(0, 20), (40, 1), (64, 3), (3, 1)], 5, 64),
+        ([], 40, 64),
+        # Several tiles of the cache and of the batch, whatever their size.
+        ([(600, 1), (520, 300)], 0, 64),
+        ([(600, 1), (260, 140)], 0, 128),
+        ([(600, 1), (260, 140)], 0, 16),
+        ([(600, 1), (130, 70)], 0, 256),
     ],
-    ids=["decode", "prefill", "chunked", "mixed", "scratch"],
+    ids=["decode", "prefill", "chunked", "mixed", "scratch", "long", "wide", "narrow", "widest"],
 )
 def test_paged_attention_kernel(
-    sequences: list[tuple[int, int]], num_scratch: int, dtype: torch.dtype
+    sequences: list[tuple[int, int]], num_scratch: int, head_dim: int, dtype: torch.dtype
 ) -> None:
-    _, args = attention_case(sequences, dtype, num_scratch)
+    _, args = attention_case(sequences, dtype, num_scratch, head_dim)
     wanted = [arg.clone() for arg in args]
     torch.ops.example.paged_attention(*args, "layers.0")
     paged_attention_reference(*wanted)
