@@ -89,7 +89,7 @@ class CaptureMemory:
         """No graph is left: forget pool and buffers."""
         self.static_inputs = None
         self.arena = Arena(self.device)
-        self.pool = None  # one whose last graph is gone takes no other
+        self.pool = None
 
     def release_unmeasured(self) -> None:
         """The same at a time when nothing may be measured, such as in somebody's capture."""

@@ -46,7 +46,7 @@ def replay_seconds(
         CaptureError: one cannot be recorded.
     """
     flush = _flush(device)
-    # Kept to the end: a pool whose last graph is gone takes no other.
+    # Kept to the end: graphs share the memory of those that are still there.
     once = [pool.capture(function, ()) for function in functions.values()]
     longest = max(_timed(graph.replay, device) for graph in once)
     num_calls = min(max(int(_SECONDS / max(longest, 1e-9)), 1), _MOST_CALLS)

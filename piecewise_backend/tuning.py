@@ -145,7 +145,7 @@ class Trial:
         """By name, the versions that can serve."""
         self.failures: dict[str, str] = {}
         """By name, why others cannot."""
-        self._recorded: list[CapturedGraph] = []  # a pool whose last graph is gone takes no other
+        self._recorded: list[CapturedGraph] = []  # later ones share the memory
         self._expected: list[torch.Tensor] | None = None
         self._as_traced = versions.choose(numbers).call
         self._versions = versions
