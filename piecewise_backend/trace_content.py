@@ -6,23 +6,25 @@ Knows nothing of how a trace looked at it.
 
 Note [Content of code]
 Of a function count its compiled code and its defaults, of a class the functions and plain values
-in it and in its bases: all of which a trace may go through without a look that it records.
-Comments, line numbers and places of files do not count. torch and the standard library count by
-name, as a key has their versions. The values that code reads from globals and closures are looks
-of their own, which Dynamo does record.
+in it and in its bases: all of which a trace may go through without a look that it records. So do
+names of builtins, where the module of a function has something else by that name. Comments, line
+numbers and places of files do not count. torch and the standard library count by name, as a key has
+their versions. The values that code reads from globals and closures are looks of their own, which
+Dynamo does record.
 """
 
 from __future__ import annotations
 
 import abc
 import argparse
+import builtins
 import dis
 import enum
 import hashlib
+import importlib.util
 import itertools
 import math
 import os
-import sys
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
@@ -32,18 +34,19 @@ from torch import nn
 
 from piecewise_backend import _torch
 from piecewise_backend.passes.keys import NoContentError
+from piecewise_backend.trace_build import is_function_of_build, is_of_build
 
 _BY_REPR: tuple[type, ...] = (
     *(bool, int, str, bytes, complex, type(None), type(Ellipsis), range, slice),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
-_OF_PROCESS = (id, hash)
-_OF_TORCH = ("torch", "builtins", "piecewise_backend")
+_OF_PROCESS = (id, hash, importlib.util.find_spec)
 _BY_NAME: tuple[type, ...] = (
     *(types.WrapperDescriptorType, types.MethodDescriptorType, types.MemberDescriptorType),
     *(types.ClassMethodDescriptorType, types.MethodWrapperType, types.GetSetDescriptorType),
 )
 _METACLASSES = (type, abc.ABCMeta, object)
+_BUILTINS = {name for name in vars(builtins) if not name.startswith("__")}
 _NOT_OF_CLASS = {"__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__"}
 
 
@@ -64,7 +67,8 @@ class Content:
         if isinstance(value, float):
             return f"float {'nan' if math.isnan(value) else value.hex()}"
         if isinstance(value, enum.Enum):
-            return f"{self.kind(type(value))} {value.name} {value.value!r}"
+            own = {n: self._told(v) for n, v in vars(value).items() if not n.startswith("_")}
+            return f"{self.kind(type(value))} {value.name} {value.value!r} {own or ''}".rstrip()
         if type(value) in _BY_REPR or isinstance(value, _BY_REPR[-4:]):
             return f"{type(value).__name__} {value!r}"
         if isinstance(value, tuple | list):
@@ -105,12 +109,15 @@ class Content:
         if _torch.is_taken_as_constant(function):
             raise NoContentError(f"what {function.__qualname__} returned, taken as a constant")
         name = f"{function.__module__}.{function.__qualname__}"
-        if not isinstance(function, types.FunctionType) or is_of_build(function.__module__):
+        if not isinstance(function, types.FunctionType) or is_function_of_build(function):
             return name
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
         told = _digest(repr([self._told(value) for value in defaults])) if defaults else ""
         attributes = " ".join(["with", *vars(function)]) if vars(function) else ""
-        return " ".join(filter(None, (name, self.code(function.__code__), told, attributes)))
+        # Dynamo does not guard that a name is that of a builtin.
+        hidden = _names(function.__code__) & _BUILTINS & function.__globals__.keys()
+        hides = " ".join(["where the module has", *sorted(hidden)]) if hidden else ""
+        return " ".join(filter(None, (name, self.code(function.__code__), told, attributes, hides)))
 
     def _module(self, module: types.ModuleType) -> str:
         """By name, and what can be looked for in it, of which Dynamo guards nothing if it is not
@@ -134,8 +141,8 @@ class Content:
             members = [list(self._members(base)) for base in bases]
             order = [f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__]
             patches = [list(self._patches(base)) for base in cls.__mro__ if base not in bases]
-            about = [self._metaclass(cls)] if bases else []
-            if bases or any(patches):
+            about = list(filter(None, [self._metaclass(cls)]))
+            if bases or any(patches) or about:
                 self._classes[cls] = f"{name} {_digest(repr((order, members, patches, about)))}"
         return self._classes[cls]
 
@@ -153,13 +160,17 @@ class Content:
             return self.kind(meta)
         if not isinstance(cls, abc.ABCMeta):
             return None
-        registered = (reference() for reference in abc._get_dump(cls)[0])  # type: ignore[attr-defined]  # no public way
-        return sorted(f"{one.__module__}.{one.__qualname__}" for one in registered if one)
+        hook = getattr(cls.__subclasshook__, "__func__", None)
+        if isinstance(hook, types.FunctionType) and not is_function_of_build(hook):
+            raise NoContentError(f"{cls.__qualname__}, which itself says what is one")
+        found = (reference() for reference in abc._get_dump(cls)[0])  # type: ignore[attr-defined]  # no public way
+        registered = (one for one in found if one and not is_of_build(one.__module__))
+        return sorted(f"{one.__module__}.{one.__qualname__}" for one in registered)
 
     def _patches(self, cls: type) -> Iterator[tuple[str, Any]]:
         """What the program has put into a class of torch's or the standard library's."""
         for name, member in vars(cls).items():
-            if isinstance(member, types.FunctionType) and not is_of_build(member.__module__):
+            if isinstance(member, types.FunctionType) and not is_function_of_build(member):
                 yield name, self._told(member)
 
     def outline(self, value: Any) -> Any:
@@ -215,6 +226,12 @@ class Content:
         return found
 
 
+def _names(code: types.CodeType) -> set[str]:
+    """That a code object and those in it use, of globals and of attributes."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return set(code.co_names).union(*map(_names, inner))
+
+
 def code_digest(code: types.CodeType) -> str:
     """The content of a code object, whatever file and line it is from."""
     return _digest(repr(_code(code)))
@@ -268,12 +285,6 @@ def tensor(value: torch.Tensor, varying: tuple[int, ...] = ()) -> list[Any]:
     strides = "contiguous" if value.is_contiguous() else list(value.stride())
     kinds = [value.requires_grad, value.is_inference()]
     return [type(value).__name__, str(value.dtype), str(value.device), sizes, strides, kinds]
-
-
-def is_of_build(module: str | None) -> bool:
-    """Part of what a key has the version of: torch, this package, the standard library."""
-    root = str(module).partition(".")[0]
-    return root in _OF_TORCH or root in sys.stdlib_module_names
 
 
 def _digest(text: str) -> str:

@@ -15,9 +15,8 @@ from collections.abc import Iterator, Sequence
 from types import CodeType
 from typing import Any
 
-import torch
-
 from piecewise_backend.passes.keys import NoContentError
+from piecewise_backend.trace_build import is_code_of_build
 from piecewise_backend.trace_content import Content, code_digest
 
 _MAX_WRAPPED = 16
@@ -36,7 +35,7 @@ def functions_not_seen(content: Content, inlined: Sequence[CodeType]) -> Iterato
             raise NoContentError("the environment")  # Dynamo guards nothing that is not set
         if "__hash__" in code.co_names:
             raise NoContentError(f"a hash, which {code.co_qualname} may have taken")
-        if code_digest(code) in content.codes or _is_of_build(code.co_filename):
+        if code_digest(code) in content.codes or is_code_of_build(code):
             continue
         outer = code.co_qualname.partition(".<locals>")[0]
         holders = [n for n, m in list(sys.modules.items()) if _file_of(m) == code.co_filename]
@@ -65,11 +64,3 @@ def functions_named(module: str, name: str) -> list[Any]:
 
 def _file_of(module: object) -> str | None:
     return getattr(module, "__file__", None)
-
-
-def _is_of_build(file: str) -> bool:
-    """A file of torch, this package or the standard library, whose versions are in the key."""
-    own, library = (f"{os.path.dirname(f)}{os.sep}" for f in (__file__, os.__file__))
-    is_library = file.startswith(library) and f"{os.sep}site-packages{os.sep}" not in file
-    is_torchs = file.startswith(f"{os.path.dirname(torch.__file__)}{os.sep}")
-    return is_library or is_torchs or file.startswith((own, "<frozen "))

@@ -56,7 +56,7 @@ def trace_key(subject: Subject, parameters: Mapping[str, Any], config: Config) -
             "split ops": {name: _traits(name) for name in registered_splitting_ops()},
             "options": options_key({}),
             "process": state | {"dynamo": _all_keys(state["dynamo"])},
-            "switches": _torch.numeric_switches(device),
+            "switches": _torch.numeric_switches(device) | {"asked": _torch.asked_switches()},
             "machine": _torch.traced_machine(device),
             "torch": _torch.torch_build(),
             "package": package_version(),

@@ -33,6 +33,7 @@ import torch
 from piecewise_backend import _torch
 from piecewise_backend.passes.keys import NoContentError, content_key, digest
 from piecewise_backend.sources import PLAIN_VALUES
+from piecewise_backend.trace_build import is_function_of_build
 from piecewise_backend.trace_content import Content, tensor
 from piecewise_backend.trace_functions import functions_named, functions_not_seen
 
@@ -194,6 +195,13 @@ def _aliases(reads: Sequence[_torch.Read]) -> Iterator[str]:
         yield from re.findall(r"G\['(\w+)'\]", f"{read.source} {read.detail}")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Absent:
+    """What a name does not find."""
+
+    error: str
+
+
 def _read_all(
     questions: Questions, content: Content, frame: Mapping[str, Any], namespace: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[list[str]]]:
@@ -221,17 +229,13 @@ def _read_all(
 
 def _is_object(value: Any) -> bool:
     """One that is asked for by identity; of those that others are equal to nobody asks that."""
-    return not isinstance(value, (*PLAIN_VALUES, tuple, frozenset, type, _Absent, *_SHARED))
+    if isinstance(value, types.FunctionType):
+        return not is_function_of_build(value)
+    return not isinstance(value, _EQUAL)
 
 
-_SHARED = (type(None), types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Absent:
-    """What a name does not find."""
-
-    error: str
+_EQUAL = (*PLAIN_VALUES, tuple, frozenset, type, type(None), types.BuiltinFunctionType,
+          types.ModuleType, _Absent)  # fmt: skip
 
 
 def _answer(
@@ -278,18 +282,14 @@ def _length(content: Content, value: Any, detail: Any) -> Any:
     return [content.kind(type(value)), len(value)]
 
 
-def _is_in(content: Content, value: Any, detail: Any) -> Any:
-    return detail in value
-
-
 _ANSWERS: dict[str, Callable[[Content, Any, Any], Any]] = {
     **dict.fromkeys(("TYPE_MATCH", "TENSOR_MATCH", "DUPLICATE_INPUT"), _kind),
     **dict.fromkeys(("CONSTANT_MATCH", "EQUALS_MATCH", "BOOL_MATCH", "NONE_MATCH"), _value),
     **dict.fromkeys(("ID_MATCH", "FUNCTION_MATCH", "CLASS_MATCH", "MODULE_MATCH"), _value),
     **dict.fromkeys(("CLOSURE_MATCH", "BUILTIN_MATCH"), _value),
     **dict.fromkeys(("DICT_KEYS_MATCH", "DICT_CONST_KEYS"), _keys),
-    **dict.fromkeys(("DICT_CONTAINS", "DICT_NOT_CONTAINS"), _is_in),
-    **dict.fromkeys(("SET_CONTAINS", "SET_NOT_CONTAINS"), _is_in),
+    **dict.fromkeys(("DICT_CONTAINS", "DICT_NOT_CONTAINS"), lambda _, value, key: key in value),
+    **dict.fromkeys(("SET_CONTAINS", "SET_NOT_CONTAINS"), lambda _, value, item: item in value),
     **dict.fromkeys(("NOT_NONE_MATCH", "WEAKREF_ALIVE"), lambda _, value, __: value is not None),
     "SEQUENCE_LENGTH": _length,
     # Up to torch 2.11 the attribute is the last part of the name, which has been looked up.

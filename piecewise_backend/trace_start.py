@@ -27,7 +27,7 @@ from piecewise_backend.passes.keys import NoContentError
 from piecewise_backend.runtime import Runtime
 from piecewise_backend.session import Session
 from piecewise_backend.subject import Subject
-from piecewise_backend.trace_content import is_of_build
+from piecewise_backend.trace_build import is_of_build
 from piecewise_backend.trace_fit import Inputs, NoFit, described, inputs_of
 from piecewise_backend.trace_graph import (
     RecordedGraph,

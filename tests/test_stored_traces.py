@@ -55,6 +55,8 @@ def shifted(x):
 
 MODEL = """\
 import dataclasses
+import functools
+import importlib.util
 import os
 
 import torch
@@ -78,7 +80,7 @@ class Base(nn.Module):
     SLOPE = 0.25
 
     def finish(self, x, k: int = 1):
-        return x * self.SLOPE * k
+        return x * self.SLOPE * max(k, 1)
 
 
 class Block(Base):
@@ -186,6 +188,34 @@ class Sharing(Model):
     def forward(self, x: Tensor):
         x = super().forward(x)["x"]
         return {"x": x * (2 if self.one is self.other else 3), "count": x.shape[0]}
+
+
+class Calling(Model):
+    def __init__(self, is_one=False):
+        super().__init__()
+        self.one = adder(1.0)
+        self.other = self.one if is_one else adder(1.0)
+
+    def forward(self, x: Tensor):
+        x = super().forward(x)["x"]
+        x = self.other(self.one(x)) * (2 if self.one is self.other else 3)
+        return {"x": x, "count": x.shape[0]}
+
+
+class Flagged(Model):
+    def forward(self, x: Tensor):
+        x = super().forward(x)["x"]
+        flags = torch.backends.cuda.matmul
+        x = x * (2 if flags.allow_fp16_reduced_precision_reduction else 3)
+        x = x * (2 if torch.is_autocast_enabled("cuda") else 3)
+        return {"x": x, "count": x.shape[0]}
+
+
+class Importing(Model):
+    def forward(self, x: Tensor):
+        x = super().forward(x)["x"]
+        x = x * (3 if importlib.util.find_spec("shop.fast") else 2)
+        return {"x": x, "count": x.shape[0]}
 
 
 class Asking(Model):
@@ -339,6 +369,17 @@ def test_the_command_shows_what_was_traced_and_what_differed(
     assert text.splitlines()[2:] == ["  reads self.layers[0].settings.heads: 2 -> 3"]
 
 
+PATCH = """\
+ORIGINAL = nn.LayerNorm.forward
+
+
+@functools.wraps(ORIGINAL)
+def doubled(self, x):
+    return ORIGINAL(self, x) * 2
+
+
+nn.LayerNorm.forward = doubled
+"""
 EDITS = [
     ("helpers.py", "x * heads + SCALE", "x * heads - SCALE"),
     ("helpers.py", "x + amount", "x - amount"),
@@ -347,6 +388,10 @@ EDITS = [
     ("model.py", "x * self.SLOPE", "x / self.SLOPE"),
     ("model.py", "k: int = 1", "k: int = 2"),
     ("model.py", "out = torch.empty_like(q)", "out = torch.empty_like(v)"),
+    # A name that was that of a builtin.
+    ("model.py", "ADD = adder(7.0)", "ADD = adder(7.0)\n\n\ndef max(a, b):\n    return 3"),
+    # What is called as torch calls its own is not torch's.
+    ("model.py", "TABLE = ", PATCH + "TABLE = "),
 ]
 COMMENT = ("helpers.py", "SCALE = 3.0", "# A comment.\n\nSCALE = 3.0")
 
@@ -419,6 +464,7 @@ def test_pieces_that_are_gone_are_compiled_from_the_stored_graph(tmp_path: Path)
     was(bare, LOADED | {"num_inductor_compiles": 2})
 
 
+FLAG = "shop.model.torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction"
 USELESS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     **{
         str(options): ({"options": options, "sizes": FEW},) * 2
@@ -437,6 +483,7 @@ USELESS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model": "ByUnsetVariable"},
         {"model": "ByUnsetVariable", "environment": {"SHOP": "double"}},
     ),
+    "what can be imported": ({"model": "Importing"}, {"model": "Importing"}),
     "environment": (
         {"model": "ByVariable"},
         {"model": "ByVariable", "environment": {"SHOP": "double"}},
@@ -449,6 +496,8 @@ ABSENT = {
 } | {
     "Counting": ({"model": "Counting"}, {"model": "Counting", "attributes": {"model.names": None}}),
     "Sharing": ({"model": "Sharing"}, {"model": "Sharing", "arguments": {"is_one": True}}),
+    "Calling": ({"model": "Calling", "arguments": {"is_one": True}}, {"model": "Calling"}),
+    "Flagged": ({"model": "Flagged"}, {"model": "Flagged", "attributes": {FLAG: False}}),
     "Asking": ({"model": "Asking"}, {"model": "Asking", "attributes": {"shop.helpers.FACTOR": 3}}),
 }
 """A variant for which a trace is stored, and another one that it does not serve."""

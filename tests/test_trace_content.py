@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import abc
 import argparse
+import collections.abc
+import enum
+import functools
 import types
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import pytest
 import torch
@@ -132,6 +135,69 @@ def test_what_isinstance_asks() -> None:
 
     with pytest.raises(NoContentError, match="whose metaclass says what is one"):
         value(Asked)
+
+
+def test_what_isinstance_asks_classes_of_the_standard_library() -> None:
+    class Table:
+        pass
+
+    before = value(collections.abc.MappingView)
+    collections.abc.MappingView.register(Table)
+    assert value(collections.abc.MappingView) != before
+
+
+class Hooked(abc.ABC):  # noqa: B024
+    @classmethod
+    def __subclasshook__(cls, other: type) -> bool:
+        return True
+
+
+@runtime_checkable
+class Supports(Protocol):
+    def scaled(self) -> int: ...
+
+
+def test_a_class_that_says_itself_what_is_one() -> None:
+    with pytest.raises(NoContentError, match="which itself says what is one"):
+        value(Hooked)
+    value(Supports)  # where the standard library says it
+
+
+def test_what_is_called_as_torch_calls_its_own_is_not_torchs() -> None:
+    @functools.wraps(nn.functional.silu)
+    def silu(x: Any, inplace: bool = False) -> Any:
+        return x * 2
+
+    assert silu.__module__ == "torch.nn.functional"
+    assert value(nn.functional.silu) == "torch.nn.functional.silu"
+    assert value(silu).startswith("torch.nn.functional.silu ")
+
+
+def test_names_of_builtins_that_a_module_has_for_something_else() -> None:
+    source = "def outer(x):\n    return [max(y, 1) for y in x] + (lambda: min(x))()\n"
+    found = []
+    for others in ({}, {"max": 3}, {"min": 3}, {"sum": 3}):
+        scope: dict[str, Any] = {"__name__": "shop.model", **others}
+        exec(source, scope)
+        found.append(value(scope["outer"]))
+    plain, with_max, with_min, with_sum = found
+    assert with_sum == plain
+    assert len({plain, with_max, with_min}) == 3
+
+
+class Kind(enum.Enum):
+    ONE = "one"
+
+    def __init__(self, name: str) -> None:
+        self.factor = 2
+
+
+def test_attributes_of_members_of_an_enum() -> None:
+    before = value(Kind.ONE)
+    Kind.ONE.factor = 3
+    assert value(Kind.ONE) != before
+    Kind.ONE.factor = 2
+    assert value(Kind.ONE) == before
 
 
 @pytest.mark.parametrize(

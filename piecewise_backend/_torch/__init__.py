@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from piecewise_backend._torch.build import (
+    asked_switches,
     machine,
     numeric_switches,
     portable_options,
@@ -146,6 +147,7 @@ __all__ = [
     "UnwrappedByDynamo",
     "arity",
     "artifact_bytes",
+    "asked_switches",
     "borrowed_storage",
     "bound_replay",
     "calling_module",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import platform
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -76,6 +77,18 @@ def numeric_switches(device: torch.device) -> dict[str, Any]:
         ],
         "gradients": [torch.is_grad_enabled(), torch.is_inference_mode_enabled()],
         "matmul": [torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.fp32_precision],
+    }
+
+
+def asked_switches() -> dict[str, Any]:
+    """Process-wide settings that a model may ask for without a guard, whatever its device is."""
+    flags = [name for name in dir(torch._C) if re.fullmatch(r"_get_\w+_allow_(fp|bf)16\w*", name)]
+    return {
+        "autocast": {
+            kind: [torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))]
+            for kind in ("cpu", "cuda")
+        },
+        "reductions": {name: str(getattr(torch._C, name)()) for name in flags},
     }
 
 
