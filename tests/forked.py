@@ -5,6 +5,7 @@ same in all of them: who compares that starts two of these.
 """
 
 import gc
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -25,6 +26,12 @@ def at_a_time(function: Callable[..., None], *processes: Sequence[Any]) -> None:
     failed = [child for child in started if os.waitpid(child, 0)[1] != 0]
     if failed:
         sys.exit(f"{len(failed)} processes of {len(started)} failed")
+
+
+def tell(found: dict[str, Any]) -> None:
+    """A line of JSON, in one piece: other processes write to the same pipe."""
+    sys.stdout.write(f"{json.dumps(found)}\n")
+    sys.stdout.flush()
 
 
 def warm_torch() -> None:

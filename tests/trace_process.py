@@ -17,7 +17,7 @@ import torch
 from torch._dynamo import convert_frame
 
 import piecewise_backend as pw
-from tests.forked import at_a_time, warm_torch
+from tests.forked import at_a_time, tell, warm_torch
 from tests.helpers import SPLIT_OPS, declare, rows
 
 SIZES = (5, 4, 8, 3, 3, 3, 16, 2, 33, 1, 7, 7, 7)
@@ -76,7 +76,7 @@ def start(folder: str, *variants: dict[str, Any]) -> None:
     sys.path.insert(0, folder)
     importlib.import_module("shop.model")
     for variant in variants:
-        print(json.dumps(run(folder, variant)), flush=True)
+        tell(run(folder, variant))
 
 
 def main() -> None:
