@@ -50,6 +50,7 @@ def trace_key(subject: Subject, parameters: Mapping[str, Any], config: Config) -
                 "function": content.function(subject.function),
                 "instance": _instance(subject.instance),
                 "parameters": {name: _described(content, v) for name, v in given.items()},
+                "tensors": content.kind(torch.Tensor),  # methods may be the program's
             },
             "config": _config(config),
             "passes": _passes(config, device),
