@@ -107,7 +107,7 @@ def _device(piece: DistinctPiece) -> torch.device:
 def options_key(options: Mapping[str, object]) -> dict[str, Any]:
     """Inductor's options, and those of the tracer in front of it, with their values here."""
     found = _torch.portable_options()
-    found["inductor"] |= options
+    found["inductor"] |= _torch.passes_of_process() | dict(options)
     return {
         group: {name: option_key(value) for name, value in sorted(values.items())}
         for group, values in found.items()

@@ -46,6 +46,7 @@ _BY_NAME: tuple[type, ...] = (
     *(types.ClassMethodDescriptorType, types.MethodWrapperType, types.GetSetDescriptorType),
 )
 _METACLASSES = (type, abc.ABCMeta, object)
+_OF_ENUM = {"_value_", "_name_", "_sort_order_", "__objclass__"}
 _BUILTINS = {name for name in vars(builtins) if not name.startswith("__")}
 _NOT_OF_CLASS = {"__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__"}
 
@@ -67,7 +68,7 @@ class Content:
         if isinstance(value, float):
             return f"float {'nan' if math.isnan(value) else value.hex()}"
         if isinstance(value, enum.Enum):
-            own = {n: self._told(v) for n, v in vars(value).items() if not n.startswith("_")}
+            own = {n: self._told(v) for n, v in vars(value).items() if n not in _OF_ENUM}
             return f"{self.kind(type(value))} {value.name} {value.value!r} {own or ''}".rstrip()
         if type(value) in _BY_REPR or isinstance(value, _BY_REPR[-4:]):
             return f"{type(value).__name__} {value!r}"

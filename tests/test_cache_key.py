@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from piecewise_backend.cache_entry import Key
 from piecewise_backend.cache_key import Uncacheable, piece_key
@@ -305,3 +306,34 @@ def test_another_checkout_home_and_working_directory_have_the_same_key(tmp_path:
     there = _in_process(copy, copy, tmp_path / "home")
     assert explain(here, there) == ()
     assert str(tmp_path) not in json.dumps(there)
+
+
+class OwnPass(CustomGraphPass):
+    """Of a program, for all that Inductor compiles."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        """Nothing: it is never run here."""
+
+    def uuid(self) -> bytes:
+        return self.name.encode()
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["post_grad_custom_pre_pass", "post_grad_custom_post_pass", "joint_custom_post_pass"],
+)
+def test_passes_that_a_program_gives_inductor_count(option: str) -> None:
+    def model(x: Tensor) -> Tensor:
+        return x.sin() + 2
+
+    found = [key(model)]
+    for name in ("one", "other"):
+        with inductor_config.patch({option: OwnPass(name)}):
+            found.append(key(model))
+            assert key(model) == found[-1]
+    plain, one, other = found
+    assert plain != one != other != plain
+    assert key(model, options={option: OwnPass("one")}) == one

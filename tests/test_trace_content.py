@@ -198,14 +198,15 @@ class Kind(enum.Enum):
     ONE = "one"
 
     def __init__(self, name: str) -> None:
-        self.factor = 2
+        self.factor = self._hidden = 2
 
 
-def test_attributes_of_members_of_an_enum() -> None:
+@pytest.mark.parametrize("name", ["factor", "_hidden"])
+def test_attributes_of_members_of_an_enum(name: str) -> None:
     before = value(Kind.ONE)
-    Kind.ONE.factor = 3
+    setattr(Kind.ONE, name, 3)
     assert value(Kind.ONE) != before
-    Kind.ONE.factor = 2
+    setattr(Kind.ONE, name, 2)
     assert value(Kind.ONE) == before
 
 

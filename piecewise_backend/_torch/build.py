@@ -41,6 +41,19 @@ def portable_options() -> dict[str, dict[str, Any]]:
     }
 
 
+_PASSES = (
+    *("pre_grad_custom_pass", "joint_custom_pre_pass", "joint_custom_post_pass"),
+    *("post_grad_custom_pre_pass", "post_grad_custom_post_pass"),
+    *("_pre_fusion_custom_pass", "_post_fusion_custom_pass"),
+)
+
+
+def passes_of_process() -> dict[str, Any]:
+    """The passes that a program has given Inductor; they are not among the portable options."""
+    found = {name: getattr(inductor_config, name, None) for name in _PASSES}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def machine(device: torch.device) -> dict[str, Any]:
     """What code for a device depends on."""
     if device.type == "cuda":
