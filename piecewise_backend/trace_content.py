@@ -171,9 +171,7 @@ class Content:
     def _patches(self, cls: type) -> Iterator[tuple[str, Any]]:
         """What the program has put into a class of torch's or the standard library's."""
         for name, member in vars(cls).items():
-            if not isinstance(member, types.FunctionType):
-                continue
-            if not is_function_of_build(member) or member.__module__ != cls.__module__:
+            if isinstance(member, types.FunctionType) and not is_function_of_build(member):
                 yield name, self._told(member)
 
     def outline(self, value: Any) -> Any:
