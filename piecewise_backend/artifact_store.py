@@ -253,7 +253,10 @@ def open_store(root: Path, *, max_bytes: int = MAX_BYTES) -> ArtifactStore | Non
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         reason = distrust(root)
     except OSError as error:
-        warnings.warn(f"no compilation cache: {error}", RuntimeWarning, stacklevel=2)
+        is_taken = isinstance(error, FileExistsError | NotADirectoryError)
+        why = "there is a file of that name, or above it" if is_taken else error.strerror
+        text = f"no compilation cache: cache_dir={str(root)!r} cannot be used: {why}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
         return None
     if reason is not None:
         raise ConfigError(

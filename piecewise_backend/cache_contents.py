@@ -101,8 +101,9 @@ def _last_used(folder: Path) -> float:
 
 def _entry(folder: Path) -> Entry | None:
     try:
-        found = folder.stat()
-        sizes = [path.stat() for path in folder.iterdir()] if folder.is_dir() else [found]
+        # What a link points to is no part of an entry, and may be the link itself.
+        found = folder.lstat()
+        sizes = [path.lstat() for path in folder.iterdir()] if folder.is_dir() else [found]
     except FileNotFoundError:  # another process has just removed it
         return None
     made = max((size.st_mtime for size in sizes), default=found.st_mtime)

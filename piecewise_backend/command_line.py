@@ -27,8 +27,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     root = given.dir or Config.from_options().cache_dir or option_checks.default_cache_dir()
     lines = list(_COMMANDS[given.command](root, given))
-    print("\n".join(lines) or f"nothing in {root}")
+    print("\n".join(lines or [_nothing(root, given)]))
     return 0 if lines else 1
+
+
+def _nothing(root: Path, given: argparse.Namespace) -> str:
+    if (wanted := getattr(given, "entry", "")) and entries(root):
+        return f"no entry in {root} starts with {wanted!r}; `piecewise cache list` shows all"
+    return f"nothing in {root}"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -18,11 +18,8 @@ from __future__ import annotations
 import abc
 import argparse
 import builtins
-import dis
 import enum
-import hashlib
 import importlib.util
-import itertools
 import math
 import os
 import types
@@ -35,6 +32,7 @@ from torch import nn
 from piecewise_backend import _torch
 from piecewise_backend.passes.keys import NoContentError
 from piecewise_backend.trace_build import is_function_of_build, is_of_build
+from piecewise_backend.trace_code import code_digest, names_used, text_digest
 
 _BY_REPR: tuple[type, ...] = (
     *(bool, int, str, bytes, complex, type(None), type(Ellipsis), range, slice),
@@ -47,6 +45,7 @@ _BY_NAME: tuple[type, ...] = (
 )
 _METACLASSES = (type, abc.ABCMeta, object)
 _OF_ENUM = {"_value_", "_name_", "_sort_order_", "__objclass__"}
+_OF_DYNAMO = ("torch._dynamo.mutation_guard",)
 _BUILTINS = {name for name in vars(builtins) if not name.startswith("__")}
 _NOT_OF_CLASS = {"__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__"}
 
@@ -113,10 +112,10 @@ class Content:
         if not isinstance(function, types.FunctionType) or is_function_of_build(function):
             return name
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
-        told = _digest(repr([self._told(value) for value in defaults])) if defaults else ""
+        told = text_digest(repr([self._told(value) for value in defaults])) if defaults else ""
         attributes = " ".join(["with", *vars(function)]) if vars(function) else ""
         # Dynamo does not guard that a name is that of a builtin.
-        hidden = _names(function.__code__) & _BUILTINS & function.__globals__.keys()
+        hidden = names_used(function.__code__) & _BUILTINS & function.__globals__.keys()
         hides = " ".join(["where the module has", *sorted(hidden)]) if hidden else ""
         return " ".join(filter(None, (name, self.code(function.__code__), told, attributes, hides)))
 
@@ -131,7 +130,7 @@ class Content:
             for name, value in vars(module).items()
             if not name.startswith("__") and not isinstance(value, types.ModuleType)
         )
-        return f"module {module.__name__} {_digest(repr(sorted(names)))}"
+        return f"module {module.__name__} {text_digest(repr(sorted(names)))}"
 
     def kind(self, cls: type) -> str:
         """A class by what is in it. See Note [Content of code]."""
@@ -144,7 +143,7 @@ class Content:
             patches = [list(self._patches(base)) for base in cls.__mro__ if base not in bases]
             about = list(filter(None, [self._metaclass(cls)]))
             if bases or any(patches) or about:
-                self._classes[cls] = f"{name} {_digest(repr((order, members, patches, about)))}"
+                self._classes[cls] = f"{name} {text_digest(repr((order, members, patches, about)))}"
         return self._classes[cls]
 
     def _metaclass(self, cls: type) -> Any:
@@ -169,10 +168,11 @@ class Content:
         return sorted(f"{one.__module__}.{one.__qualname__}" for one in registered)
 
     def _patches(self, cls: type) -> Iterator[tuple[str, Any]]:
-        """What the program has put into a class of torch's or the standard library's."""
+        """What is not in its place in a class of torch's or the standard library's."""
         for name, member in vars(cls).items():
-            if isinstance(member, types.FunctionType) and not is_function_of_build(member):
-                yield name, self._told(member)
+            for part in _parts(member):
+                if isinstance(part, types.FunctionType) and not _is_in_place(part, cls, name):
+                    yield name, self._told(part)
 
     def outline(self, value: Any) -> Any:
         """An object that is looked into: its class, and what can be looked for in it.
@@ -204,10 +204,7 @@ class Content:
         for name, member in vars(cls).items():
             if name in _NOT_OF_CLASS or name.startswith(("__annot", "_abc_", "__static_attr")):
                 continue
-            parts: tuple[Any, ...] = (member,)
-            if isinstance(member, property):
-                parts = (member.fget, member.fset, member.fdel)
-            yield name, [self._told(getattr(part, "__func__", part)) for part in parts]
+            yield name, [*map(self._told, _parts(member))]
 
     def _told(self, value: Any) -> Any:
         """As much as is to be told of a part; a trace that takes more of it looks at it."""
@@ -227,46 +224,19 @@ class Content:
         return found
 
 
-def _names(code: types.CodeType) -> set[str]:
-    """That a code object and those in it use, of globals and of attributes."""
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return set(code.co_names).union(*map(_names, inner))
+def _parts(member: Any) -> tuple[Any, ...]:
+    """What a class has under a name, taken apart."""
+    if isinstance(member, property):
+        return member.fget, member.fset, member.fdel
+    return (getattr(member, "__func__", member),)
 
 
-def code_digest(code: types.CodeType) -> str:
-    """The content of a code object, whatever file and line it is from."""
-    return _digest(repr(_code(code)))
-
-
-def _code(code: types.CodeType) -> Any:
-    ordered = _in_order(code)
-    constants = [
-        _code(c) if isinstance(c, types.CodeType) else _constant(c, has_order=i in ordered)
-        for i, c in enumerate(code.co_consts)
-    ]
-    names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
-    counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
-    return (code.co_qualname, code.co_code, code.co_exceptiontable, constants, names, counts)
-
-
-def _in_order(code: types.CodeType) -> set[int | None]:
-    """Positions of the constant sets that code does more with than to look for something."""
-    if not any(isinstance(constant, frozenset) for constant in code.co_consts):
-        return set()
-    return {
-        one.arg
-        for one, after in itertools.pairwise(dis.get_instructions(code))
-        if isinstance(one.argval, frozenset) and after.opname != "CONTAINS_OP"
-    }
-
-
-def _constant(value: Any, *, has_order: bool = False) -> Any:
-    if isinstance(value, tuple):
-        return ("tuple", [_constant(item) for item in value])
-    if isinstance(value, frozenset):
-        items = [repr(_constant(item)) for item in value]
-        return ("frozenset", items if has_order else sorted(items))
-    return (type(value).__name__, value.hex() if isinstance(value, float) else repr(value))
+def _is_in_place(function: types.FunctionType, cls: type, name: str) -> bool:
+    """It was written there, or put there by Dynamo with its first trace."""
+    if not is_function_of_build(function):
+        return False
+    home, own = function.__module__, (cls.__module__, f"{cls.__qualname__}.{name}")
+    return (home, function.__qualname__) == own or home in _OF_DYNAMO
 
 
 def tensor(value: torch.Tensor, varying: tuple[int, ...] = ()) -> list[Any]:
@@ -286,7 +256,3 @@ def tensor(value: torch.Tensor, varying: tuple[int, ...] = ()) -> list[Any]:
     strides = "contiguous" if value.is_contiguous() else list(value.stride())
     kinds = [value.requires_grad, value.is_inference()]
     return [type(value).__name__, str(value.dtype), str(value.device), sizes, strides, kinds]
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -1,27 +1,32 @@
 """The functions that a trace went through, by name.
 
 In:  code objects, and what was described already.
-Out: the names of those that were not; and what has such a name in this process.
+Out: the names of those that were not; what has such a name in this process; whether one of them
+     compares by `is`.
 Knows nothing of how a trace looked at something.
 """
 
 from __future__ import annotations
 
+import dis
 import importlib
+import itertools
 import operator
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from types import CodeType
+from types import CodeType, EllipsisType
 from typing import Any
 
 from piecewise_backend.passes.keys import NoContentError
 from piecewise_backend.trace_build import is_code_of_build
-from piecewise_backend.trace_content import Content, code_digest
+from piecewise_backend.trace_code import code_digest
+from piecewise_backend.trace_content import Content
 
 _MAX_WRAPPED = 16
 _OF_OS = (os.__file__, "<frozen os>")
 _OF_ENVIRONMENT = ("_createenviron.", "_Environ.", "getenv")
+_IS_FUNCTIONS = {"is_", "is_not"}  # of the module operator
 
 
 def functions_not_seen(content: Content, inlined: Sequence[CodeType]) -> Iterator[tuple[str, str]]:
@@ -60,6 +65,22 @@ def functions_named(module: str, name: str) -> list[Any]:
         found = found.__wrapped__
         chain.append(found)
     return chain
+
+
+def compares_identities(inlined: Sequence[CodeType]) -> bool:
+    """The program's code that was gone through has an `is` beside those with None and the like."""
+    return any(map(_compares, (code for code in inlined if not is_code_of_build(code))))
+
+
+def _compares(code: CodeType) -> bool:
+    if _IS_FUNCTIONS.intersection(code.co_names):
+        return True
+    pairs = itertools.pairwise(dis.get_instructions(code))
+    return any(one.opname == "IS_OP" and not _is_single(right) for right, one in pairs)
+
+
+def _is_single(loaded: dis.Instruction) -> bool:
+    return loaded.opname == "LOAD_CONST" and isinstance(loaded.argval, bool | None | EllipsisType)
 
 
 def _file_of(module: object) -> str | None:

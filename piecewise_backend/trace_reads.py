@@ -11,31 +11,35 @@ names are the questions. What is found under them is described by content, and t
 process whose answers are all the same: there Dynamo would go the same way. More is asked than
 Dynamo guards: classes and functions are compared by their code, and the functions that it went
 through are looked for among those, and else asked for by name; keys and names of attributes are
-all compared, since a look for one that was not there is not always guarded. A kind of guard that
-is not known here, or something that has no content, means that the trace is not stored.
+all compared, since a look for one that was not there is not always guarded. An object that
+was met again, under a name that no guard has, is looked for there, and which names are of one
+object is compared: an `is` may depend on it. A kind of guard that is not known here, or something
+that has no content, means that the trace is not stored.
 """
 
 from __future__ import annotations
 
 import builtins
 import dataclasses
-import functools
 import importlib
 import json
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from piecewise_backend import _torch
-from piecewise_backend.passes.keys import NoContentError, content_key, digest
+from piecewise_backend.passes.keys import NoContentError
 from piecewise_backend.sources import PLAIN_VALUES
+from piecewise_backend.trace_answers import Absent, answer, is_known, op_answer
 from piecewise_backend.trace_build import is_function_of_build
-from piecewise_backend.trace_content import Content, tensor
-from piecewise_backend.trace_functions import functions_named, functions_not_seen
+from piecewise_backend.trace_content import Content
+from piecewise_backend.trace_functions import (
+    compares_identities,
+    functions_named,
+    functions_not_seen,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,6 +55,8 @@ class Questions:
     """Module and name of the functions that no read leads to."""
     ops: tuple[str, ...]
     """The custom ops that the graph calls."""
+    compares_values: bool
+    """It matters which equal strings and the like are one object: the program asks by `is`."""
     fit: tuple[str, ...]
     """What the trace assumes about sizes, and the sizes and memory of its inputs: not asked here,
     but traces that differ in it are different ones. See `trace_fit`."""
@@ -69,6 +75,7 @@ class Questions:
             modules=known["modules"],
             functions=tuple((module, name) for module, name in known["functions"]),
             ops=tuple(known["ops"]),
+            compares_values=known["compares_values"],
             fit=tuple(known["fit"]),
         )
 
@@ -93,20 +100,29 @@ def questions_of(
     Raises:
         NoContentError: a read that cannot be asked about, or a function without a name.
     """
-    for read in rewritten.reads:
-        if read.kind not in _ANSWERS:
+    guarded = {read.source for read in rewritten.reads}
+    seen = (_torch.Read(_torch.SEEN, name) for name in rewritten.seen if name not in guarded)
+    reads = (*rewritten.reads, *seen)
+    for read in reads:
+        if not is_known(read):
             raise NoContentError(f"a guard {read.kind} on {read.source or 'the process'}")
         if not isinstance(read.detail, str | int | float | None):
             raise NoContentError(f"a guard {read.kind} about {read.detail!r}")
         if _torch.UNNAMED_SCOPE in f"{read.source} {read.detail}":
             raise NoContentError("globals of no module, or of one that was imported again")
     assert rewritten.code is not None
-    names = [*_torch.global_names(rewritten.code), *_aliases(rewritten.reads)]
+    names = [*_torch.global_names(rewritten.code), *_aliases(reads)]
     aliases = [name for name in dict.fromkeys(names) if name.startswith(_ALIASES)]
     modules = {name: _module_name(name, namespace) for name in aliases}
-    reads = tuple(_without_numbers(read) for read in rewritten.reads)
-    modules = {_without_number(alias): name for alias, name in modules.items()}
-    questions = Questions(reads, dict(varying), modules, (), tuple(ops), tuple(fit))
+    questions = Questions(
+        reads=tuple(map(_without_numbers, reads)),
+        varying=dict(varying),
+        modules={_without_number(alias): name for alias, name in modules.items()},
+        functions=(),
+        ops=tuple(ops),
+        compares_values=compares_identities(rewritten.inlined),
+        fit=tuple(fit),
+    )
     content = Content()
     _read_all(questions, content, frame, namespace)
     functions = functions_not_seen(content, rewritten.inlined)
@@ -134,7 +150,7 @@ def answers(
             f"{module}.{name}": [*map(content.value, functions_named(module, name))]
             for module, name in questions.functions
         },
-        "ops": {name: _op(name) for name in questions.ops},
+        "ops": {name: op_answer(name) for name in questions.ops},
         "fit": list(questions.fit),
     }
 
@@ -195,17 +211,10 @@ def _aliases(reads: Sequence[_torch.Read]) -> Iterator[str]:
         yield from re.findall(r"G\['(\w+)'\]", f"{read.source} {read.detail}")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Absent:
-    """What a name does not find."""
-
-    error: str
-
-
 def _read_all(
     questions: Questions, content: Content, frame: Mapping[str, Any], namespace: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[list[str]]]:
-    """The answers, and which names are of one object: Dynamo guards no `is` that was not so."""
+    """The answers, and which names are of one object."""
     scope = scope_of(questions, frame, namespace)
     values: dict[str, Any] = {}
 
@@ -213,17 +222,18 @@ def _read_all(
         if source not in values:
             try:
                 values[source] = eval(source, scope)
-            except (AttributeError, KeyError, IndexError, TypeError) as error:
-                values[source] = _Absent(type(error).__name__)
+            except (AttributeError, KeyError, IndexError, TypeError, NameError) as error:
+                values[source] = Absent(type(error).__name__)
         return values[source]
 
     found: dict[str, Any] = {}
     for read in questions.reads:
         name = f"{read.source} {read.kind}"
         name += "" if read.detail is None else f" {read.detail!r}"
-        found[name] = _answer(read, content, look, questions.varying.get(read.source, ()))
+        found[name] = answer(read, content, look, questions.varying.get(read.source, ()))
     names: dict[int, str] = {}
-    pairs = ((names.setdefault(id(v), s), s) for s, v in values.items() if _is_object(v))
+    is_asked = _may_have_equals if questions.compares_values else _is_object
+    pairs = ((names.setdefault(id(v), s), s) for s, v in values.items() if is_asked(v))
     return found, [[first, other] for first, other in pairs if first != other]
 
 
@@ -234,67 +244,9 @@ def _is_object(value: Any) -> bool:
     return not isinstance(value, _EQUAL)
 
 
+def _may_have_equals(value: Any) -> bool:
+    return not isinstance(value, bool | None | Absent)
+
+
 _EQUAL = (*PLAIN_VALUES, tuple, frozenset, type, type(None), types.BuiltinFunctionType,
-          types.ModuleType, _Absent)  # fmt: skip
-
-
-def _answer(
-    read: _torch.Read, content: Content, look: Callable[[str], Any], varying: tuple[int, ...]
-) -> Any:
-    value = look(read.source)
-    if isinstance(value, _Absent):
-        return f"absent ({value.error})"
-    if read.kind == "DUPLICATE_INPUT":
-        return value is look(str(read.detail))
-    if isinstance(value, torch.Tensor) and read.kind == "TENSOR_MATCH":
-        return tensor(value, varying)
-    return _ANSWERS[read.kind](content, value, read.detail)
-
-
-def _op(name: str) -> list[list[str]]:
-    """What a trace takes from an op: how it is called, and what says of which shape its results
-    are. What the op computes is no part of a trace."""
-    namespace, _, rest = name.partition("::")
-    packet: Any = getattr(getattr(torch.ops, namespace), rest)
-    found = []
-    for overload in map(functools.partial(getattr, packet), packet.overloads()):
-        if _torch.is_hidden_composite(overload):
-            raise NoContentError(f"{overload}, whose code is not to be seen")
-        fake = _torch.python_functions(overload).get("fake")
-        told = digest([content_key([fake])]) if fake is not None else ""
-        found.append([str(overload._schema), told])
-    return found
-
-
-def _kind(content: Content, value: Any, detail: Any) -> Any:
-    return content.outline(value)
-
-
-def _value(content: Content, value: Any, detail: Any) -> Any:
-    return content.value(value)
-
-
-def _keys(content: Content, value: Any, detail: Any) -> Any:
-    return [content.kind(type(value)), *map(content.value, dict.keys(value))]
-
-
-def _length(content: Content, value: Any, detail: Any) -> Any:
-    return [content.kind(type(value)), len(value)]
-
-
-_ANSWERS: dict[str, Callable[[Content, Any, Any], Any]] = {
-    **dict.fromkeys(("TYPE_MATCH", "TENSOR_MATCH", "DUPLICATE_INPUT"), _kind),
-    **dict.fromkeys(("CONSTANT_MATCH", "EQUALS_MATCH", "BOOL_MATCH", "NONE_MATCH"), _value),
-    **dict.fromkeys(("ID_MATCH", "FUNCTION_MATCH", "CLASS_MATCH", "MODULE_MATCH"), _value),
-    **dict.fromkeys(("CLOSURE_MATCH", "BUILTIN_MATCH"), _value),
-    **dict.fromkeys(("DICT_KEYS_MATCH", "DICT_CONST_KEYS"), _keys),
-    **dict.fromkeys(("DICT_CONTAINS", "DICT_NOT_CONTAINS"), lambda _, value, key: key in value),
-    **dict.fromkeys(("SET_CONTAINS", "SET_NOT_CONTAINS"), lambda _, value, item: item in value),
-    **dict.fromkeys(("NOT_NONE_MATCH", "WEAKREF_ALIVE"), lambda _, value, __: value is not None),
-    "SEQUENCE_LENGTH": _length,
-    # Up to torch 2.11 the attribute is the last part of the name, which has been looked up.
-    "HASATTR": lambda _, value, detail: detail is None or hasattr(value, detail),
-    "NOT_PRESENT_IN_GENERIC_DICT": lambda _, value, detail: detail in value.__dict__,
-    "EMPTY_NN_MODULE_HOOKS_DICT": lambda _, value, __: len(value) == 0,
-}
-"""What is told about a value, by the kind of guard. What is not here cannot be asked about."""
+          types.ModuleType, Absent)  # fmt: skip

@@ -140,6 +140,7 @@ class StoredTraces:
             aliases=trace.aliases,
             looked_at=trace.looked_at,
             reads=found.questions.reads,
+            seen=(),
             inlined=(),
         )
 
@@ -148,7 +149,8 @@ class StoredTraces:
         """What Dynamo hands to the backend inside is kept, to be stored."""
         session.on_graph = self._record
         try:
-            yield
+            with _torch.noting_second_names():
+                yield
         finally:
             session.on_graph = None
 

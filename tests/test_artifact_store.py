@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import shutil
 import signal
 import threading
@@ -278,10 +279,12 @@ def test_a_directory_without_write_permission(store: ArtifactStore, folder: Path
         store.root.chmod(0o700)
 
 
-def test_a_directory_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_a_directory_that_cannot_be_made_is_a_warning(place: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.warns(RuntimeWarning, match="no compilation cache: .*file"):
-        assert open_store(tmp_path / "file" / "below") is None
+    why = f"cache_dir='{tmp_path / place}' cannot be used: there is a file"
+    with pytest.warns(RuntimeWarning, match=re.escape(f"no compilation cache: {why}")):
+        assert open_store(tmp_path / place) is None
 
 
 def test_a_new_directory_is_the_users_alone(tmp_path: Path) -> None:

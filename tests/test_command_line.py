@@ -201,7 +201,20 @@ def test_explain_of_the_first_entry_and_of_none(
         0,
         "nothing was there that could have served",
     )
-    assert run(capsys, root, "explain", "no-such-name") == (1, [f"nothing in {root}"])
+    text = f"no entry in {root} starts with 'no-such-name'; `piecewise cache list` shows all"
+    assert run(capsys, root, "explain", "no-such-name") == (1, [text])
+
+
+def test_a_file_that_is_a_link_to_itself(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = root / name_of(FIRST) / "key.json"
+    key.unlink()
+    key.symlink_to(key)
+    status, lines = run(capsys, root, "list")
+    assert status == 0
+    assert "key.json" in next(line for line in lines if line.startswith(name_of(FIRST)))
+    assert run(capsys, root, "explain")[0] == 0
+    assert run(capsys, root, "clear")[0] == 0
+    assert not key.parent.exists()
 
 
 def test_clear_empties_the_cache(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

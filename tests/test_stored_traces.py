@@ -202,6 +202,49 @@ class Calling(Model):
         return {"x": x, "count": x.shape[0]}
 
 
+class Kind:
+    pass
+
+
+KIND, KINDS, TEXT = Kind(), [Kind(), Kind()], "a-text"
+LAYER, TENSOR, CHOICES = nn.Linear(4, 4), torch.ones(4), {"a": 1}
+OTHERS = {
+    "KIND": Kind(),
+    "KINDS[0]": KINDS[1],
+    "KINDS[1]": KIND,
+    "TEXT": "-".join(["a", "text"]),
+    "LAYER": nn.Linear(4, 4),
+    "TENSOR": torch.ones(4),
+    "CHOICES": {"a": 1},
+}
+
+
+class Comparing(Model):
+    def __init__(self, name, is_other=False):
+        super().__init__()
+        self.mine = OTHERS[name] if is_other else eval(name)
+
+    def forward(self, x: Tensor):
+        x = super().forward(x)["x"]
+        for factor, kind in enumerate(KINDS):
+            if kind is self.mine:
+                x = x * (factor + 2)
+        for mark in (KIND, TEXT, LAYER, TENSOR, CHOICES):
+            x = x * (2 if self.mine is mark else 0.5)
+        return {"x": x, "count": x.shape[0]}
+
+
+class Looking(Model):
+    def __init__(self, is_other=False):
+        super().__init__()
+        self.mine = Kind() if is_other else KINDS[1]
+
+    def forward(self, x: Tensor):
+        x = super().forward(x)["x"]
+        x = x * (2 if self.mine == KINDS[1] else 3) * (2 if self.mine in KINDS else 3)
+        return {"x": x, "count": x.shape[0]}
+
+
 class Flagged(Model):
     def forward(self, x: Tensor):
         x = super().forward(x)["x"]
@@ -483,13 +526,14 @@ USELESS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model": "ByUnsetVariable"},
         {"model": "ByUnsetVariable", "environment": {"SHOP": "double"}},
     ),
-    "what can be imported": ({"model": "Importing"}, {"model": "Importing"}),
     "environment": (
         {"model": "ByVariable"},
         {"model": "ByVariable", "environment": {"SHOP": "double"}},
     ),
 }
 """A variant and another one, for neither of which a trace is stored."""
+if TorchVersion(torch.__version__) >= "2.13":  # before, Dynamo does not trace it
+    USELESS["what can be imported"] = ({"model": "Importing"}, {"model": "Importing"})
 ABSENT = {
     model: ({"model": model}, {"model": model, "arguments": {"is_there": True}})
     for model in ("Missing", "Lacking")
@@ -497,6 +541,14 @@ ABSENT = {
     "Counting": ({"model": "Counting"}, {"model": "Counting", "attributes": {"model.names": None}}),
     "Sharing": ({"model": "Sharing"}, {"model": "Sharing", "arguments": {"is_one": True}}),
     "Calling": ({"model": "Calling", "arguments": {"is_one": True}}, {"model": "Calling"}),
+    **{
+        f"Comparing {name}": (
+            {"model": "Comparing", "arguments": {"name": name}},
+            {"model": "Comparing", "arguments": {"name": name, "is_other": True}},
+        )
+        for name in ("KIND", "KINDS[0]", "KINDS[1]", "TEXT", "LAYER", "TENSOR", "CHOICES")
+    },
+    "Looking": ({"model": "Looking"}, {"model": "Looking", "arguments": {"is_other": True}}),
     "Flagged": ({"model": "Flagged"}, {"model": "Flagged", "attributes": {FLAG: False}}),
     "Asking": ({"model": "Asking"}, {"model": "Asking", "attributes": {"shop.helpers.FACTOR": 3}}),
 }
@@ -538,7 +590,7 @@ def test_where_a_trace_is_made_in_a_process_is_no_question(tmp_path: Path) -> No
 def test_globals_that_only_this_process_has_are_no_question() -> None:
     """So Dynamo of torch 2.14 names those of a module that was imported again."""
     read = Read("CONSTANT_MATCH", "G['___unnamed_scope_139677612826752_c2']['SCALE']")
-    rewritten: Any = SimpleNamespace(reads=(read,))
+    rewritten: Any = SimpleNamespace(reads=(read,), seen=())
     with pytest.raises(NoContentError, match="imported again"):
         questions_of(rewritten, {}, (), (), {}, {})
 

@@ -7,7 +7,10 @@ import argparse
 import collections.abc
 import enum
 import functools
+import subprocess
+import sys
 import types
+import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
@@ -18,7 +21,9 @@ from torch import nn
 
 from piecewise_backend.passes.keys import NoContentError
 from piecewise_backend.sources import parsed, text_of
-from piecewise_backend.trace_content import Content, code_digest
+from piecewise_backend.trace_code import code_digest
+from piecewise_backend.trace_content import Content
+from piecewise_backend.trace_functions import compares_identities
 
 
 def outline(value: object) -> Any:
@@ -52,6 +57,27 @@ def test_constant_sets_in_code(source: str, has_order: bool) -> None:
     """Of most of them code asks only what is in them, in whatever order."""
     one, other = (compile(source.format(items), "", "exec") for items in ("0, 8", "8, 0"))
     assert (code_digest(one) != code_digest(other)) is has_order
+
+
+@pytest.mark.parametrize(
+    ("source", "compares"),
+    [
+        ("x is y", True),
+        ("x is not y", True),
+        ("x is y.dtype", True),
+        ("x is 'text'", True),
+        ("operator.is_(x, y)", True),
+        ("x is None", False),
+        ("x is not None and x is not True and x is not ...", False),
+        ("x == y", False),
+    ],
+)
+def test_code_that_compares_by_is(source: str, compares: bool) -> None:
+    with warnings.catch_warnings(action="ignore"):  # of "is" with a literal
+        code = compile(source, "program.py", "eval")
+        library = compile(source, torch.__file__, "eval")
+    assert compares_identities([code]) is compares
+    assert not compares_identities([library])
 
 
 class Plain:
@@ -115,7 +141,34 @@ def test_a_patched_class_of_torch(gelu: Any, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.undo()
     for one, other, unpatched in zip(patched, others, kinds(), strict=True):
         assert len({one, other, unpatched}) == 3
-    assert Content().kind(nn.GELU) == "torch.nn.modules.activation.GELU"
+    assert Content().kind(nn.GELU).startswith("torch.nn.modules.activation.GELU")
+
+
+@pytest.mark.parametrize("other", [nn.Identity.forward, nn.ReLU.forward, nn.GELU.extra_repr])
+def test_a_class_of_torch_with_a_method_of_another(
+    other: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = value(nn.GELU)
+    monkeypatch.setattr(nn.GELU, "forward", other)
+    assert value(nn.GELU) != before
+
+
+PRINTS_CLASSES = """\
+import torch
+from torch import nn
+from piecewise_backend.trace_content import Content
+def classes():
+    return [Content().kind(cls) for cls in (nn.Linear, nn.Module, nn.ModuleList, torch.Tensor)]
+before = classes()
+torch.compile(torch.sin, backend="eager")(torch.ones(2))
+print(before == classes())
+"""
+
+
+def test_a_class_of_torch_is_the_same_after_dynamo_has_traced() -> None:
+    """Which puts functions of its own into `nn.Module`."""
+    done = subprocess.run([sys.executable, "-c", PRINTS_CLASSES], capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_methods_of_tensors_may_be_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:

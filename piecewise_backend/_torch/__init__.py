@@ -88,6 +88,7 @@ from piecewise_backend._torch.operators import (
 from piecewise_backend._torch.reads import (
     BUILTINS_ALIAS,
     IMPORT_ALIAS,
+    SEEN,
     UNNAMED_SCOPE,
     Read,
     is_taken_as_constant,
@@ -114,6 +115,7 @@ from piecewise_backend._torch.rewriting import (
     trace_pattern,
     value_of,
 )
+from piecewise_backend._torch.seen import noting_second_names
 from piecewise_backend._torch.symbols import (
     SizeEnv,
     emit_expr,
@@ -133,6 +135,7 @@ __all__ = [
     "GUARDED",
     "IMPORT_ALIAS",
     "KNOWN_SOURCE",
+    "SEEN",
     "TRACE_ERRORS",
     "UNNAMED_SCOPE",
     "CompileScope",
@@ -191,6 +194,7 @@ __all__ = [
     "mode_patches",
     "module_of_dynamo",
     "noted_choices",
+    "noting_second_names",
     "number_of",
     "numeric_switches",
     "one_trace_for_all_sizes",

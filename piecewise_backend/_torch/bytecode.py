@@ -25,6 +25,7 @@ from torch._dynamo.variables.nn_module import NNModuleVariable, UnspecializedNNM
 from torch._guards import TracingContext
 
 from piecewise_backend._torch.reads import Read, reads_of, source_text, traced_code
+from piecewise_backend._torch.seen import seen_in
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,6 +48,8 @@ class Rewritten:
     """Names of all sources of which the trace took something."""
     reads: tuple[Read, ...]
     """What the trace looked at, and how."""
+    seen: tuple[str, ...]
+    """Names of what it came by, guarded or not: as `seen_in` tells them."""
     inlined: tuple[CodeType, ...]
     """The functions that it went through."""
 
@@ -98,6 +101,7 @@ def when_rewritten(function: Callable[[Rewritten], None]) -> None:
                     aliases=aliases,
                     looked_at=looked_at,
                     reads=reads_of(context.guards_context.dynamo_guards),
+                    seen=seen_in(output),
                     inlined=traced_code(context),
                 )
             )

@@ -36,6 +36,9 @@ _PLACES = {"debug_dir_root", "base_dir"}
 
 _DETAILS = ("attr", "key")
 
+SEEN = "SEEN"
+"""The kind of a look that no guard of Dynamo's records. See `seen_in`."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Read:
