@@ -26,6 +26,7 @@ from piecewise_backend.trace_content import Content
 _MAX_WRAPPED = 16
 _OF_OS = (os.__file__, "<frozen os>")
 _OF_ENVIRONMENT = ("_createenviron.", "_Environ.", "getenv")
+_UNGUARDED = {"__hash__": "a hash", "storage_offset": "where a tensor begins in its memory"}
 _IS_FUNCTIONS = {"is_", "is_not"}  # of the module operator
 
 
@@ -38,8 +39,8 @@ def functions_not_seen(content: Content, inlined: Sequence[CodeType]) -> Iterato
     for code in inlined:
         if code.co_filename in _OF_OS and code.co_qualname.startswith(_OF_ENVIRONMENT):
             raise NoContentError("the environment")  # Dynamo guards nothing that is not set
-        if "__hash__" in code.co_names:
-            raise NoContentError(f"a hash, which {code.co_qualname} may have taken")
+        for name in _UNGUARDED.keys() & code.co_names:
+            raise NoContentError(f"{_UNGUARDED[name]}, which {code.co_qualname} may ask for")
         if code_digest(code) in content.codes or is_code_of_build(code):
             continue
         outer = code.co_qualname.partition(".<locals>")[0]

@@ -23,7 +23,7 @@ from piecewise_backend.passes.keys import NoContentError
 from piecewise_backend.sources import parsed, text_of
 from piecewise_backend.trace_code import code_digest
 from piecewise_backend.trace_content import Content
-from piecewise_backend.trace_functions import compares_identities
+from piecewise_backend.trace_functions import compares_identities, functions_not_seen
 
 
 def outline(value: object) -> Any:
@@ -78,6 +78,16 @@ def test_code_that_compares_by_is(source: str, compares: bool) -> None:
         library = compile(source, torch.__file__, "eval")
     assert compares_identities([code]) is compares
     assert not compares_identities([library])
+
+
+@pytest.mark.parametrize(
+    ("source", "asked"),
+    [("x.storage_offset()", "where a tensor begins"), ("x.__hash__()", "a hash")],
+)
+def test_code_that_asks_for_what_dynamo_does_not_guard(source: str, asked: str) -> None:
+    code = compile(source, "program.py", "eval")
+    with pytest.raises(NoContentError, match=asked):
+        list(functions_not_seen(Content(), [code]))
 
 
 class Plain:
