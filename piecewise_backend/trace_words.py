@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from piecewise_backend._torch import SEEN
+
 _DIGEST = re.compile(r" ([0-9a-f]{8})[0-9a-f]{24}")
 _NAMES = (
     (re.compile(r"G\['__builtins_dict__(?:_\d+)?'\]\['(\w+)'\]"), r"builtins.\1"),
@@ -76,6 +78,8 @@ def _worded(key: Mapping[str, Any]) -> dict[str, Any]:
     answers = found.pop("answers", {})
     for question, answer in answers.get("reads", {}).items():
         _add_read(found, question, _answer(answer))
+    for one, other in answers.get("same", ()):
+        found[f"that {_name(other)} is {_name(one)}"] = True
     for group in ("functions", "ops"):
         for name, answer in answers.get(group, {}).items():
             found[f"{group[:-1]} {name}"] = _answer(answer)
@@ -89,6 +93,8 @@ def _add_read(found: dict[str, Any], question: str, answer: Any) -> None:
     """`L['self'].act EQUALS_MATCH` is `reads self.act`, as is every other look with this answer."""
     parts = _QUESTION.fullmatch(question)
     source, kind, detail = parts.groups("") if parts else (question, "", "")
+    if kind == SEEN:  # which object it is: told elsewhere
+        return
     name = f"reads {_name(source + detail)}"
     found[name if found.get(name, answer) == answer else f"{name} ({kind})"] = answer
 

@@ -181,6 +181,14 @@ def test_six_things_are_no_tensor(group: str, name: str, one: list[Any], other: 
     assert ("self.t" if group == "reads" else name) in "".join(found[1:])
 
 
+def test_what_was_one_object_is_told() -> None:
+    one = trace("shop.Model.forward", READS, FIT)
+    other = trace("shop.Model.forward", READS | {"G['KIND'] SEEN": "shop.Kind"}, FIT)
+    other["answers"]["same"] = [["L['self']._modules['act']", "G['KIND']"]]
+    there = {"there": Record(one, {}, "no digest")}
+    assert why_missed(other, there)[1:] == ("  that KIND is self.act: (absent) -> True",)
+
+
 def test_what_a_trace_read_in_consequence_is_no_reason() -> None:
     """Nor are the names that Dynamo numbers."""
     reads = {name.replace("___2", "___4"): value for name, value in READS.items()}
