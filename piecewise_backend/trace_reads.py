@@ -31,15 +31,14 @@ from typing import Any
 
 from piecewise_backend import _torch
 from piecewise_backend.passes.keys import NoContentError
-from piecewise_backend.sources import PLAIN_VALUES
 from piecewise_backend.trace_answers import Absent, answer, is_known, op_answer
-from piecewise_backend.trace_build import is_function_of_build
 from piecewise_backend.trace_content import Content
 from piecewise_backend.trace_functions import (
     compares_identities,
     functions_named,
     functions_not_seen,
 )
+from piecewise_backend.trace_same import apart, one_object
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,10 +141,11 @@ def answers(
         NoContentError: something that only its identity tells.
     """
     content = Content()
-    reads, same = _read_all(questions, content, frame, namespace)
+    reads, values = _read_all(questions, content, frame, namespace)
     return {
         "reads": reads,
-        "same": same,
+        "same": one_object(values, compares_values=questions.compares_values),
+        "apart": apart(values) if questions.compares_values else [],
         "functions": {
             f"{module}.{name}": [*map(content.value, functions_named(module, name))]
             for module, name in questions.functions
@@ -213,8 +213,8 @@ def _aliases(reads: Sequence[_torch.Read]) -> Iterator[str]:
 
 def _read_all(
     questions: Questions, content: Content, frame: Mapping[str, Any], namespace: Mapping[str, Any]
-) -> tuple[dict[str, Any], list[list[str]]]:
-    """The answers, and which names are of one object."""
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The answers, and what was found under each name."""
     scope = scope_of(questions, frame, namespace)
     values: dict[str, Any] = {}
 
@@ -231,22 +231,4 @@ def _read_all(
         name = f"{read.source} {read.kind}"
         name += "" if read.detail is None else f" {read.detail!r}"
         found[name] = answer(read, content, look, questions.varying.get(read.source, ()))
-    names: dict[int, str] = {}
-    is_asked = _may_have_equals if questions.compares_values else _is_object
-    pairs = ((names.setdefault(id(v), s), s) for s, v in values.items() if is_asked(v))
-    return found, [[first, other] for first, other in pairs if first != other]
-
-
-def _is_object(value: Any) -> bool:
-    """One that is asked for by identity; of those that others are equal to nobody asks that."""
-    if isinstance(value, types.FunctionType):
-        return not is_function_of_build(value)
-    return not isinstance(value, _EQUAL)
-
-
-def _may_have_equals(value: Any) -> bool:
-    return not isinstance(value, bool | None | Absent)
-
-
-_EQUAL = (*PLAIN_VALUES, tuple, frozenset, type, type(None), types.BuiltinFunctionType,
-          types.ModuleType, Absent)  # fmt: skip
+    return found, values

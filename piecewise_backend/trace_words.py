@@ -80,6 +80,8 @@ def _worded(key: Mapping[str, Any]) -> dict[str, Any]:
         _add_read(found, question, _answer(answer))
     for one, other in answers.get("same", ()):
         found[f"that {_name(other)} is {_name(one)}"] = True
+    for name, number in answers.get("apart", ()):
+        found[f"that {_name(name)} is not the equal one"] = number
     for group in ("functions", "ops"):
         for name, answer in answers.get(group, {}).items():
             found[f"{group[:-1]} {name}"] = _answer(answer)

@@ -187,6 +187,9 @@ def test_what_was_one_object_is_told() -> None:
     other["answers"]["same"] = [["L['self']._modules['act']", "G['KIND']"]]
     there = {"there": Record(one, {}, "no digest")}
     assert why_missed(other, there)[1:] == ("  that KIND is self.act: (absent) -> True",)
+    other["answers"] |= {"same": [], "apart": [["L['self'].names item 0", 1]]}
+    text = "  that self.names item 0 is not the equal one: (absent) -> 1"
+    assert why_missed(other, there)[1:] == (text,)
 
 
 def test_what_a_trace_read_in_consequence_is_no_reason() -> None:

@@ -245,6 +245,17 @@ class Looking(Model):
         return {"x": x, "count": x.shape[0]}
 
 
+class Naming(Model):
+    def __init__(self, place, is_other=False):
+        super().__init__()
+        text = "-".join(["a", "text"]) if is_other else TEXT
+        self.places = {"key": {text: 1}, "item": (text,)}[place]
+
+    def forward(self, x: Tensor):
+        x = super().forward(x)["x"]
+        return {"x": x * (2 if list(self.places)[0] is TEXT else 3), "count": x.shape[0]}
+
+
 class Flagged(Model):
     def forward(self, x: Tensor):
         x = super().forward(x)["x"]
@@ -547,6 +558,13 @@ ABSENT = {
             {"model": "Comparing", "arguments": {"name": name, "is_other": True}},
         )
         for name in ("KIND", "KINDS[0]", "KINDS[1]", "TEXT", "LAYER", "TENSOR", "CHOICES")
+    },
+    **{
+        f"Naming {place}": (
+            {"model": "Naming", "arguments": {"place": place}},
+            {"model": "Naming", "arguments": {"place": place, "is_other": True}},
+        )
+        for place in ("key", "item")
     },
     "Looking": ({"model": "Looking"}, {"model": "Looking", "arguments": {"is_other": True}}),
     "Flagged": ({"model": "Flagged"}, {"model": "Flagged", "attributes": {FLAG: False}}),
