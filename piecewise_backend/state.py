@@ -87,12 +87,19 @@ class ModelState:
                 )
         for expression, traced in self._constants:
             value = _follow(links, expression)
-            if type(value) is not type(traced) or value != traced:
+            if not _is_same(value, traced):
                 raise ContractError(
                     f"{text_of(expression)} was {traced!r} when the model was traced, which is "
                     f"part of the compiled code, and is now {value!r}; compile the model anew"
                 )
         self.values, self.was_replaced = values, links.check()
+
+
+def _is_same(value: Any, traced: Any) -> bool:
+    """Also NaN; and a zero of the same sign."""
+    if isinstance(traced, float | complex):
+        return type(value) is type(traced) and repr(value) == repr(traced)
+    return type(value) is type(traced) and bool(value == traced)
 
 
 def _follow(links: _Links, expression: ast.expr) -> Any:

@@ -18,6 +18,8 @@ from piecewise_backend import _torch
 from piecewise_backend.passes.keys import NoContentError, content_key, digest
 from piecewise_backend.trace_content import Content, tensor
 
+_HASH = f"G['{_torch.BUILTINS_ALIAS}']['hash']"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Absent:
@@ -44,6 +46,8 @@ def answer(
     Raises:
         NoContentError: something that only its identity tells.
     """
+    if read.source == _HASH:  # whether the program calls it is a matter of its code
+        return "builtins.hash"
     value = look(read.source)
     if isinstance(value, Absent):
         return f"absent ({value.error})"

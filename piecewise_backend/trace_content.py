@@ -33,6 +33,7 @@ from piecewise_backend import _torch
 from piecewise_backend.passes.keys import NoContentError
 from piecewise_backend.trace_build import is_function_of_build, is_of_build
 from piecewise_backend.trace_code import code_digest, names_used, text_digest
+from piecewise_backend.trace_members import attributes_of, held_by, is_in_place, names_in, parts_of
 
 _BY_REPR: tuple[type, ...] = (
     *(bool, int, str, bytes, complex, type(None), type(Ellipsis), range, slice),
@@ -45,7 +46,6 @@ _BY_NAME: tuple[type, ...] = (
 )
 _METACLASSES = (type, abc.ABCMeta, object)
 _OF_ENUM = {"_value_", "_name_", "_sort_order_", "__objclass__"}
-_OF_DYNAMO = ("torch._dynamo.mutation_guard",)
 _BUILTINS = {name for name in vars(builtins) if not name.startswith("__")}
 _NOT_OF_CLASS = {"__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__"}
 
@@ -53,7 +53,13 @@ _NOT_OF_CLASS = {"__dict__", "__weakref__", "__doc__", "__module__", "__firstlin
 class Content:
     """Describes things, and remembers which code was described."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, asks_names: bool = False) -> None:
+        """For one trace.
+
+        Args:
+            asks_names: it may have looked for what is not in modules of torch or Python.
+        """
+        self._asks_names = asks_names
         self.codes: set[str] = set()
         """The code objects that were in what was described, by content."""
         self._classes: dict[type, str] = {}
@@ -67,7 +73,7 @@ class Content:
         if isinstance(value, float):
             return f"float {'nan' if math.isnan(value) else value.hex()}"
         if isinstance(value, enum.Enum):
-            own = {n: self._told(v) for n, v in vars(value).items() if n not in _OF_ENUM}
+            own = {n: self.told(v) for n, v in vars(value).items() if n not in _OF_ENUM}
             return f"{self.kind(type(value))} {value.name} {value.value!r} {own or ''}".rstrip()
         if type(value) in _BY_REPR or isinstance(value, _BY_REPR[-4:]):
             return f"{type(value).__name__} {value!r}"
@@ -109,11 +115,13 @@ class Content:
         if _torch.is_taken_as_constant(function):
             raise NoContentError(f"what {function.__qualname__} returned, taken as a constant")
         name = f"{function.__module__}.{function.__qualname__}"
-        if not isinstance(function, types.FunctionType) or is_function_of_build(function):
+        if not isinstance(function, types.FunctionType):
             return name
+        attributes = " ".join(["with", *attributes_of(function)]) if vars(function) else ""
+        if is_function_of_build(function):
+            return " ".join(filter(None, (name, *held_by(function), attributes)))
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
-        told = text_digest(repr([self._told(value) for value in defaults])) if defaults else ""
-        attributes = " ".join(["with", *vars(function)]) if vars(function) else ""
+        told = text_digest(repr([self.told(value) for value in defaults])) if defaults else ""
         # Dynamo does not guard that a name is that of a builtin.
         hidden = names_used(function.__code__) & _BUILTINS & function.__globals__.keys()
         hides = " ".join(["where the module has", *sorted(hidden)]) if hidden else ""
@@ -123,13 +131,10 @@ class Content:
         """By name, and what can be looked for in it, of which Dynamo guards nothing if it is not
         there. What an import has left in it, or Dynamo, is a matter of what else the process does.
         """
-        if is_of_build(module.__name__):
+        is_torchs = is_of_build(module.__name__)
+        if is_torchs and (not self._asks_names or isinstance(module, torch._ops._Ops)):
             return f"module {module.__name__}"
-        names = (
-            name
-            for name, value in vars(module).items()
-            if not name.startswith("__") and not isinstance(value, types.ModuleType)
-        )
+        names = names_in(module, is_built=is_torchs)
         return f"module {module.__name__} {text_digest(repr(sorted(names)))}"
 
     def kind(self, cls: type) -> str:
@@ -163,16 +168,20 @@ class Content:
         hook = getattr(cls.__subclasshook__, "__func__", None)
         if isinstance(hook, types.FunctionType) and not is_function_of_build(hook):
             raise NoContentError(f"{cls.__qualname__}, which itself says what is one")
+        is_own = not is_of_build(cls.__module__)
         found = (reference() for reference in abc._get_dump(cls)[0])  # type: ignore[attr-defined]  # no public way
-        registered = (one for one in found if one and not is_of_build(one.__module__))
-        return sorted(f"{one.__module__}.{one.__qualname__}" for one in registered)
+        registered = (one for one in found if one and (is_own or not is_of_build(one.__module__)))
+        below = map(self._metaclass, cls.__subclasses__()) if is_own else ()  # it asks them as well
+        names = {f"{one.__module__}.{one.__qualname__}" for one in registered}
+        return sorted(names.union(*filter(None, below)))
 
     def _patches(self, cls: type) -> Iterator[tuple[str, Any]]:
         """What is not in its place in a class of torch's or the standard library's."""
         for name, member in vars(cls).items():
-            for part in _parts(member):
-                if isinstance(part, types.FunctionType) and not _is_in_place(part, cls, name):
-                    yield name, self._told(part)
+            for part in parts_of(member):
+                is_method = callable(part) or hasattr(type(part), "__get__")
+                if is_method and not is_in_place(part, cls, name):
+                    yield name, self.told(part)
 
     def outline(self, value: Any) -> Any:
         """An object that is looked into: its class, and what can be looked for in it.
@@ -195,7 +204,7 @@ class Content:
             unguarded = (types.BuiltinFunctionType, *_BY_NAME)
             return [
                 kind,
-                *(f"{n} {self._told(v)}" if isinstance(v, unguarded) else n
+                *(f"{n} {self.told(v)}" if isinstance(v, unguarded) else n
                   for n, v in vars(value).items()),
             ]  # fmt: skip
         return kind
@@ -204,11 +213,14 @@ class Content:
         for name, member in vars(cls).items():
             if name in _NOT_OF_CLASS or name.startswith(("__annot", "_abc_", "__static_attr")):
                 continue
-            yield name, [*map(self._told, _parts(member))]
+            yield name, [*map(self.told, parts_of(member))]
 
-    def _told(self, value: Any) -> Any:
-        """As much as is to be told of a part; a trace that takes more of it looks at it."""
+    def told(self, value: Any) -> Any:
+        """As much as is to be told of a part; a trace that takes more of it looks at it: at a set
+        whose order it goes by, say."""
         try:
+            if isinstance(value, set | frozenset):
+                return [type(value).__qualname__, *sorted(repr(self.told(item)) for item in value)]
             return self.value(value)
         except NoContentError as error:
             return str(error)
@@ -222,21 +234,6 @@ class Content:
                 if isinstance(constant, types.CodeType):
                     self.code(constant)
         return found
-
-
-def _parts(member: Any) -> tuple[Any, ...]:
-    """What a class has under a name, taken apart."""
-    if isinstance(member, property):
-        return member.fget, member.fset, member.fdel
-    return (getattr(member, "__func__", member),)
-
-
-def _is_in_place(function: types.FunctionType, cls: type, name: str) -> bool:
-    """It was written there, or put there by Dynamo with its first trace."""
-    if not is_function_of_build(function):
-        return False
-    home, own = function.__module__, (cls.__module__, f"{cls.__qualname__}.{name}")
-    return (home, function.__qualname__) == own or home in _OF_DYNAMO
 
 
 def tensor(value: torch.Tensor, varying: tuple[int, ...] = ()) -> list[Any]:
@@ -253,6 +250,8 @@ def tensor(value: torch.Tensor, varying: tuple[int, ...] = ()) -> list[Any]:
     if value.is_conj() or value.is_neg() or value.is_quantized or value.is_nested:
         raise NoContentError("a conjugate, negated, quantised or nested tensor")
     sizes = [None if dim in varying else size for dim, size in enumerate(value.shape)]
-    strides = "contiguous" if value.is_contiguous() else list(value.stride())
+    usual = list(torch.empty(value.shape, device="meta").stride())
+    has_usual = list(value.stride()) == usual or (varying and value.is_contiguous())
+    strides = "contiguous" if has_usual else list(value.stride())
     kinds = [value.requires_grad, value.is_inference()]
     return [type(value).__name__, str(value.dtype), str(value.device), sizes, strides, kinds]

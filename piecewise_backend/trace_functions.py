@@ -9,6 +9,7 @@ Knows nothing of how a trace looked at something.
 from __future__ import annotations
 
 import dis
+import enum
 import importlib
 import itertools
 import operator
@@ -26,7 +27,14 @@ from piecewise_backend.trace_content import Content
 _MAX_WRAPPED = 16
 _OF_OS = (os.__file__, "<frozen os>")
 _OF_ENVIRONMENT = ("_createenviron.", "_Environ.", "getenv")
-_UNGUARDED = {"__hash__": "a hash", "storage_offset": "where a tensor begins in its memory"}
+_UNGUARDED = {
+    "hash": "what hash() returned, which no other process has",
+    "__hash__": "a hash",
+    "storage_offset": "where a tensor begins in its memory",
+    "_base": "what a tensor is a view of",
+}
+"""What code may ask for and Dynamo does not guard. Members of enums are hashed to be found only."""
+_NAME_FUNCTIONS = {"hasattr", "getattr", "AttributeError", "vars", "dir"}
 _IS_FUNCTIONS = {"is_", "is_not"}  # of the module operator
 
 
@@ -39,7 +47,7 @@ def functions_not_seen(content: Content, inlined: Sequence[CodeType]) -> Iterato
     for code in inlined:
         if code.co_filename in _OF_OS and code.co_qualname.startswith(_OF_ENVIRONMENT):
             raise NoContentError("the environment")  # Dynamo guards nothing that is not set
-        for name in _UNGUARDED.keys() & code.co_names:
+        for name in _UNGUARDED.keys() & code.co_names if code.co_filename != enum.__file__ else ():
             raise NoContentError(f"{_UNGUARDED[name]}, which {code.co_qualname} may ask for")
         if code_digest(code) in content.codes or is_code_of_build(code):
             continue
@@ -71,6 +79,12 @@ def functions_named(module: str, name: str) -> list[Any]:
 def compares_identities(inlined: Sequence[CodeType]) -> bool:
     """The program's code that was gone through has an `is` beside those with None and the like."""
     return any(map(_compares, (code for code in inlined if not is_code_of_build(code))))
+
+
+def asks_names(inlined: Sequence[CodeType]) -> bool:
+    """The program's code may have asked for an attribute that is not there."""
+    own = (code for code in inlined if not is_code_of_build(code))
+    return any(not _NAME_FUNCTIONS.isdisjoint(code.co_names) for code in own)
 
 
 def _compares(code: CodeType) -> bool:

@@ -23,6 +23,7 @@ import builtins
 import dataclasses
 import importlib
 import json
+import operator
 import re
 import sys
 import types
@@ -34,6 +35,7 @@ from piecewise_backend.passes.keys import NoContentError
 from piecewise_backend.trace_answers import Absent, answer, is_known, op_answer
 from piecewise_backend.trace_content import Content
 from piecewise_backend.trace_functions import (
+    asks_names,
     compares_identities,
     functions_named,
     functions_not_seen,
@@ -56,6 +58,8 @@ class Questions:
     """The custom ops that the graph calls."""
     compares_values: bool
     """It matters which equal strings and the like are one object: the program asks by `is`."""
+    asks_names: bool
+    """Which names modules of torch and Python have matters."""
     fit: tuple[str, ...]
     """What the trace assumes about sizes, and the sizes and memory of its inputs: not asked here,
     but traces that differ in it are different ones. See `trace_fit`."""
@@ -75,6 +79,7 @@ class Questions:
             functions=tuple((module, name) for module, name in known["functions"]),
             ops=tuple(known["ops"]),
             compares_values=known["compares_values"],
+            asks_names=known["asks_names"],
             fit=tuple(known["fit"]),
         )
 
@@ -119,13 +124,19 @@ def questions_of(
         modules={_without_number(alias): name for alias, name in modules.items()},
         functions=(),
         ops=tuple(ops),
-        compares_values=compares_identities(rewritten.inlined),
+        compares_values=False,
+        asks_names=asks_names(rewritten.inlined),
         fit=tuple(fit),
     )
-    content = Content()
-    _read_all(questions, content, frame, namespace)
+    content = Content(asks_names=questions.asks_names)
+    _, values = _read_all(questions, content, frame, namespace)
     functions = functions_not_seen(content, rewritten.inlined)
-    return dataclasses.replace(questions, functions=tuple(functions))
+    compares = any(value is operator.is_ or value is operator.is_not for value in values.values())
+    return dataclasses.replace(
+        questions,
+        functions=tuple(functions),
+        compares_values=compares or compares_identities(rewritten.inlined),
+    )
 
 
 def answers(
@@ -140,12 +151,12 @@ def answers(
     Raises:
         NoContentError: something that only its identity tells.
     """
-    content = Content()
+    content = Content(asks_names=questions.asks_names)
     reads, values = _read_all(questions, content, frame, namespace)
     return {
         "reads": reads,
         "same": one_object(values, compares_values=questions.compares_values),
-        "apart": apart(values) if questions.compares_values else [],
+        "apart": apart(values, content, compares_values=questions.compares_values),
         "functions": {
             f"{module}.{name}": [*map(content.value, functions_named(module, name))]
             for module, name in questions.functions

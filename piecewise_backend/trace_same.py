@@ -13,10 +13,12 @@ from typing import Any
 
 from piecewise_backend.sources import PLAIN_VALUES
 from piecewise_backend.trace_answers import Absent
-from piecewise_backend.trace_build import is_function_of_build
+from piecewise_backend.trace_build import is_of_build
+from piecewise_backend.trace_content import Content
 
-_EQUAL = (*PLAIN_VALUES, tuple, frozenset, type, types.NoneType, types.BuiltinFunctionType,
-          types.ModuleType, Absent)  # fmt: skip
+_GROUPED = (type, types.FunctionType, types.ModuleType)
+_EQUAL = (*PLAIN_VALUES, *_GROUPED, tuple, frozenset, types.NoneType, types.BuiltinFunctionType,
+          Absent)  # fmt: skip
 _COLLECTIONS = (dict, set, frozenset, tuple, list)
 
 
@@ -24,46 +26,59 @@ def one_object(values: Mapping[str, Any], *, compares_values: bool) -> list[list
     """Two names of each object that has several, the first one first.
 
     Args:
-        compares_values: of classes and tuples, too. Nobody else asks which of equal ones it is.
+        compares_values: of tuples, too. Nobody else asks which of equal ones it is.
     """
     names: dict[int, str] = {}
-    is_asked = _may_have_equals if compares_values else _is_object
+    is_asked = _is_tuple_or_object if compares_values else _is_object
     pairs = ((names.setdefault(id(v), name), name) for name, v in values.items() if is_asked(v))
     return [[first, other] for first, other in pairs if first != other]
 
 
-def apart(values: Mapping[str, Any]) -> list[list[Any]]:
-    """What is equal to something before it and another object: its name, and the number of it.
+def apart(values: Mapping[str, Any], content: Content, *, compares_values: bool) -> list[list[Any]]:
+    """What has the content of something before it and is another object: its name and number.
 
-    Of strings and numbers, and of those in collections. Mostly there is none: Python keeps one
-    of each name in a program, and those of a program are made alike in each process.
+    Of classes, functions and modules, be they in collections or classes of what was found. Mostly
+    there is none: a function that makes classes makes several of one content.
+
+    Args:
+        compares_values: of strings and numbers, too, and not of NaN alone. Python keeps one of
+            each name in a program, and those of a program are made alike in each process.
     """
-    objects: dict[tuple[type, str], list[int]] = {}
-    found = []
-    for name, value in (pair for item in values.items() for pair in _plain(*item)):
-        equals = objects.setdefault((type(value), repr(value)), [])
-        if id(value) not in equals:
-            equals.append(id(value))
-        if number := equals.index(id(value)):
-            found.append([name, number])
-    return found
+    objects: dict[Any, list[Any]] = {}
+    numbers: dict[int, int] = {}
+
+    def number(thing: Any, key: Any) -> int:
+        if id(thing) not in numbers:
+            equals = objects.setdefault(key, [])
+            numbers[id(thing)] = len(equals)
+            equals.append(thing)  # which keeps it, and so its id
+        return numbers[id(thing)]
+
+    found: list[list[Any]] = []
+    for name, value in (pair for item in values.items() for pair in _with_items(*item)):
+        if isinstance(value, _GROUPED):
+            found.append([name, number(value, str(content.told(value)))])
+        elif isinstance(value, PLAIN_VALUES) and (compares_values or value != value):
+            found.append([name, number(value, (type(value), repr(value)))])
+        classes = value.__mro__ if isinstance(value, type) else type(value).__mro__
+        for cls in classes:
+            if not is_of_build(cls.__module__):
+                found.append([f"{cls.__qualname__} of {name}", number(cls, content.told(cls))])
+    return [[name, position] for name, position in found if position]
 
 
-def _plain(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The plain value under a name, and those of a collection."""
-    if isinstance(value, PLAIN_VALUES):
-        yield name, value
-    elif isinstance(value, _COLLECTIONS):
-        for number, item in enumerate(value):
-            if isinstance(item, str | bytes):
-                yield f"{name} item {number}", item
+def _with_items(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What was found under a name, and what is in it, if that is what it is compared by."""
+    yield name, value
+    if isinstance(value, _COLLECTIONS):
+        for position, item in enumerate(value):
+            if isinstance(item, (*PLAIN_VALUES, *_GROUPED)):
+                yield f"{name} item {position}", item
 
 
 def _is_object(value: Any) -> bool:
-    if isinstance(value, types.FunctionType):
-        return not is_function_of_build(value)
     return not isinstance(value, _EQUAL)
 
 
-def _may_have_equals(value: Any) -> bool:
-    return not isinstance(value, (*PLAIN_VALUES, types.NoneType, Absent))
+def _is_tuple_or_object(value: Any) -> bool:
+    return isinstance(value, tuple | frozenset) or _is_object(value)

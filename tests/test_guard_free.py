@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import math
 import pickle
 import random
 import threading
@@ -738,13 +739,14 @@ def test_a_plain_attribute_that_changes() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.factor = 2.0
+            self.factor, self.least, self.pad = 2.0, 0.0, float("nan")
             self.drop = nn.Dropout(0.5)
             self.drop.eval()
             self.settings = {"bias": 1}
 
         def forward(self, x: Tensor) -> Tensor:
             x = self.drop(out_attn(x, x, x)) * self.factor + self.settings["bias"]
+            x = x * (2 if self.pad != self.pad else 3) * math.copysign(1, self.least)
             return x * SCALE["value"]
 
     model = Model()
@@ -759,7 +761,12 @@ def test_a_plain_attribute_that_changes() -> None:
 
     model.factor = 3.0
     broken(r"factor.* was 2\.0 when the model was traced")
-    model.factor = 2.0
+    model.factor, model.least = 2.0, -0.0
+    broken(r"least.* was 0\.0 .* now -0\.0")
+    model.least, model.pad = 0.0, 1.0
+    broken("pad.* was nan ")
+    model.pad = -float("nan")
+    same(compiled(rows(4)), model(rows(4)), "another nan")
     model.drop.train()
     broken("training.* was False")
     model.drop.eval()

@@ -7,6 +7,7 @@ import argparse
 import collections.abc
 import enum
 import functools
+import math
 import subprocess
 import sys
 import types
@@ -22,8 +23,8 @@ from torch import nn
 from piecewise_backend.passes.keys import NoContentError
 from piecewise_backend.sources import parsed, text_of
 from piecewise_backend.trace_code import code_digest
-from piecewise_backend.trace_content import Content
-from piecewise_backend.trace_functions import compares_identities, functions_not_seen
+from piecewise_backend.trace_content import Content, tensor
+from piecewise_backend.trace_functions import asks_names, compares_identities, functions_not_seen
 
 
 def outline(value: object) -> Any:
@@ -82,7 +83,12 @@ def test_code_that_compares_by_is(source: str, compares: bool) -> None:
 
 @pytest.mark.parametrize(
     ("source", "asked"),
-    [("x.storage_offset()", "where a tensor begins"), ("x.__hash__()", "a hash")],
+    [
+        ("x.storage_offset()", "where a tensor begins"),
+        ("x._base is None", "a view of"),
+        ("x.__hash__()", "a hash"),
+        ("hash(x)", "what hash"),
+    ],
 )
 def test_code_that_asks_for_what_dynamo_does_not_guard(source: str, asked: str) -> None:
     code = compile(source, "program.py", "eval")
@@ -154,7 +160,19 @@ def test_a_patched_class_of_torch(gelu: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert Content().kind(nn.GELU).startswith("torch.nn.modules.activation.GELU")
 
 
-@pytest.mark.parametrize("other", [nn.Identity.forward, nn.ReLU.forward, nn.GELU.extra_repr])
+class Called:
+    def __call__(self, x: Any) -> Any:
+        return x
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        *(nn.Identity.forward, nn.ReLU.forward, nn.GELU.extra_repr, Called()),
+        *(staticmethod(torch.relu), torch.ops.aten.relu.default, functools.partial(torch.mul, 3)),
+        *(functools.partialmethod(torch.mul, 3), staticmethod(nn.functional.relu)),
+    ],
+)
 def test_a_class_of_torch_with_a_method_of_another(
     other: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,13 +205,88 @@ def test_methods_of_tensors_may_be_the_programs(monkeypatch: pytest.MonkeyPatch)
     assert value(torch.Tensor) != before
 
 
+@pytest.mark.parametrize("module", [torch, nn.functional, math])
+def test_names_in_modules_of_torch_and_python(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def contents() -> list[Any]:
+        return [Content(asks_names=asks).value(module) for asks in (False, True)]
+
+    before = contents()
+    monkeypatch.setattr(module, "part", types.ModuleType("torch.part"), raising=False)
+    assert contents() == before
+    for name, thing in [
+        ("plugin", types.ModuleType("torch_plugin")),
+        ("fancy", nn.functional.relu),
+    ]:
+        monkeypatch.setattr(module, name, thing, raising=False)
+        found = contents()
+        assert found[0] == before[0]
+        assert found[1] != before[1]
+        before = found
+
+
+def test_names_of_ops() -> None:
+    """Whether an op was used before does not count."""
+
+    def content() -> Any:
+        return Content(asks_names=True).value(torch.ops.pwtest_names)
+
+    before = content()
+    library = torch.library.Library("pwtest_names", "DEF")
+    library.define("one(Tensor x) -> Tensor")
+    found = content()
+    assert found != before
+    assert torch.ops.pwtest_names.one is not None
+    assert content() == found
+    library._destroy()
+
+
+@pytest.mark.parametrize(
+    ("source", "asks"),
+    [("hasattr(x, 'y')", True), ("getattr(x, 'y', 1)", True), ("x.y", False)],
+)
+def test_code_that_asks_for_names(source: str, asks: bool) -> None:
+    assert asks_names([compile(source, "program.py", "eval")]) is asks
+
+
+def test_attributes_of_functions_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [value(nn.functional.silu)]
+    for number in (1, 2):
+        monkeypatch.setattr(nn.functional.silu, "flag", number, raising=False)
+        found.append(value(nn.functional.silu))
+    assert len(set(found)) == 3
+
+
+@pytest.mark.parametrize(
+    ("shape", "one", "other"),
+    [((1, 4), (4, 1), (7, 1)), ((0, 4), (4, 1), (1, 1)), ((2, 1), (1, 1), (1, 5))],
+)
+def test_strides_that_no_element_shows(shape: Any, one: Any, other: Any) -> None:
+    tensors = [torch.empty_strided(shape, strides) for strides in (one, other)]
+    assert all(each.is_contiguous() for each in tensors)
+    assert tensor(tensors[0]) != tensor(tensors[1])
+    assert tensor(tensors[0])[4] == "contiguous"
+
+
+def test_sets_that_only_their_class_has() -> None:
+    """A loop over one looks at it, and goes by its order; most code asks what is in it."""
+    one, other = ({0, 8}, {8, 0})
+    classes = [type("Own", (), {"NAMES": names, "__module__": "shop"}) for names in (one, other)]
+    assert value(classes[0]) == value(classes[1])
+    assert value(classes[0]) != value(type("Own", (), {"NAMES": {0, 9}, "__module__": "shop"}))
+
+
 def test_what_isinstance_asks() -> None:
     class Base(abc.ABC):  # noqa: B024
         pass
 
-    before = value(Base)
-    Base.register(Plain)
-    assert value(Base) != before
+    class Below(Base):
+        pass
+
+    found = [value(Base)]
+    for registers, cls in [(Base, Plain), (Base, nn.SiLU), (Below, dict)]:
+        registers.register(cls)
+        found.append(value(Base))
+    assert len(set(found)) == 4
 
     class Meta(type):
         def __instancecheck__(cls, instance: object) -> bool:

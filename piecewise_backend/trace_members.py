@@ -1,0 +1,83 @@
+"""What functions, modules and classes have, and whether it was written there.
+
+In:  one of them.
+Out: names and parts of it.
+Knows nothing of how parts are described.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from piecewise_backend import _torch
+from piecewise_backend.sources import PLAIN_VALUES
+from piecewise_backend.trace_build import is_function_of_build, is_of_build
+
+_OF_DYNAMO = ("torch._dynamo.mutation_guard",)
+
+
+def attributes_of(function: types.FunctionType) -> Iterator[str]:
+    """Names, and values that are plain."""
+    for name, value in vars(function).items():
+        yield f"{name} {value!r}" if isinstance(value, PLAIN_VALUES) else name
+
+
+def held_by(function: types.FunctionType) -> Iterator[str]:
+    """What a function that another one made was made with; there are several of such a name."""
+    cells = function.__closure__ if "<locals>" in function.__qualname__ else None
+    for name, cell in zip(function.__code__.co_freevars, cells or (), strict=False):
+        try:
+            value = cell.cell_contents
+        except ValueError:  # it is not assigned yet
+            continue
+        if isinstance(value, types.FunctionType):
+            value = f"{value.__module__}.{value.__qualname__}"
+        yield f"{name} {value!r}" if isinstance(value, PLAIN_VALUES) else name
+
+
+def _is_import(value: object, *, into_build: bool) -> bool:
+    """What an import leaves in a module; in one of torch's that is a part of torch."""
+    if not isinstance(value, types.ModuleType):
+        return False
+    return not into_build or is_of_build(value.__name__)
+
+
+def names_in(module: types.ModuleType, *, is_built: bool) -> list[str]:
+    """What can be looked for in a module. What an import has left in it, or Dynamo, is a matter of
+    what else the process does; in torch's own that is parts of torch.
+
+    Args:
+        is_built: it is one of torch's or the standard library's.
+    """
+    if isinstance(module, torch._ops._OpNamespace):  # has those that were used so far
+        return [name for name in _torch.operator_names() if name.startswith(f"{module.name}::")]
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("__") and not _is_import(value, into_build=is_built)
+    ]
+
+
+def parts_of(member: Any) -> tuple[Any, ...]:
+    """What a class has under a name, taken apart."""
+    if isinstance(member, property):
+        return member.fget, member.fset, member.fdel
+    return (getattr(member, "__func__", member),)
+
+
+def is_in_place(part: Any, cls: type, name: str) -> bool:
+    """It was written there, or put there by Dynamo with its first trace."""
+    if isinstance(part, type):
+        return True
+    if isinstance(part, types.BuiltinFunctionType):
+        return part.__self__ is cls
+    if not isinstance(part, types.FunctionType):
+        return getattr(part, "__objclass__", None) is cls
+    if not is_function_of_build(part):
+        return False
+    home, own = part.__module__, (cls.__module__, f"{cls.__qualname__}.{name}")
+    return (home, part.__qualname__) == own or home in _OF_DYNAMO
