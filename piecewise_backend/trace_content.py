@@ -47,7 +47,11 @@ _BY_NAME: tuple[type, ...] = (
 _METACLASSES = (type, abc.ABCMeta, object)
 _OF_ENUM = {"_value_", "_name_", "_sort_order_", "__objclass__"}
 _BUILTINS = {name for name in vars(builtins) if not name.startswith("__")}
-_NOT_OF_CLASS = {"__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__"}
+_NOT_OF_CLASS = {
+    *("__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__"),
+    # Sets of what the class has anyway, in another order in each process.
+    *("__abstractmethods__", "__protocol_attrs__", "__non_callable_proto_members__"),
+}
 
 
 class Content:
@@ -219,7 +223,7 @@ class Content:
         """As much as is to be told of a part; a trace that takes more of it looks at it: at a set
         whose order it goes by, say."""
         try:
-            if isinstance(value, set | frozenset):
+            if isinstance(value, set | frozenset) and _torch.LOOKS_AT_SETS:
                 return [type(value).__qualname__, *sorted(repr(self.told(item)) for item in value)]
             return self.value(value)
         except NoContentError as error:

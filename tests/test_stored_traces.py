@@ -54,7 +54,9 @@ def shifted(x):
 """
 
 MODEL = """\
+import abc
 import dataclasses
+import enum
 import functools
 import importlib.util
 import os
@@ -254,6 +256,57 @@ class Naming(Model):
     def forward(self, x: Tensor):
         x = super().forward(x)["x"]
         return {"x": x * (2 if list(self.places)[0] is TEXT else 3), "count": x.shape[0]}
+
+
+class Finishing(abc.ABC):
+    @abc.abstractmethod
+    def alpha(self, x): ...
+
+    @abc.abstractmethod
+    def beta(self, x): ...
+
+    @abc.abstractmethod
+    def gamma(self, x): ...
+
+
+class Finish(Finishing):
+    def alpha(self, x):
+        return x * 2
+
+    def beta(self, x):
+        return x
+
+    gamma = beta
+
+
+class Ordered(Model):
+    def __init__(self):
+        super().__init__()
+        self.last = Finish()
+
+    def forward(self, x: Tensor):
+        x = super().forward(x)["x"]
+        return {"x": self.last.alpha(x) * TABLES[Act.SILU], "count": x.shape[0]}
+
+
+class Act(enum.Enum):
+    SILU = "silu"
+    GELU = "gelu"
+
+
+TABLES = {Act.GELU: 3, Act.SILU: 2}
+
+
+class Numbers:
+    ONES = {0, 8}
+
+
+class Looping(Model):
+    def forward(self, x: Tensor):
+        x = super().forward(x)["x"]
+        for number in Numbers.ONES:
+            x = x * 2 + number
+        return {"x": x, "count": x.shape[0]}
 
 
 class Flagged(Model):
@@ -568,6 +621,10 @@ ABSENT = {
     },
     "Looking": ({"model": "Looking"}, {"model": "Looking", "arguments": {"is_other": True}}),
     "Flagged": ({"model": "Flagged"}, {"model": "Flagged", "attributes": {FLAG: False}}),
+    "Looping": (
+        {"model": "Looping"},
+        {"model": "Looping", "attributes": {"shop.model.Numbers.ONES": "eval {8, 0}"}},
+    ),
     "Asking": ({"model": "Asking"}, {"model": "Asking", "attributes": {"shop.helpers.FACTOR": 3}}),
 }
 """A variant for which a trace is stored, and another one that it does not serve."""
@@ -603,6 +660,16 @@ def test_where_a_trace_is_made_in_a_process_is_no_question(tmp_path: Path) -> No
         "answers": 4,
         "piece": 0,
     }
+
+
+def test_the_order_of_abstract_methods_is_no_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It differs between processes, as does that of members of an enum by their hash."""
+    folder = shop(tmp_path)
+    for seed, wanted in (("1", TRACED), ("2", LOADED), ("3", LOADED)):
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        was(in_process(folder, {"model": "Ordered"})[0], wanted, seed)
 
 
 def test_globals_that_only_this_process_has_are_no_question() -> None:

@@ -41,6 +41,8 @@ def run(folder: str, settings: dict[str, Any]) -> dict[str, Any]:
         model = model.to(dtype).requires_grad_(False)
     for path, value in settings.get("attributes", {}).items():
         holder, _, name = path.rpartition(".")
+        if isinstance(value, str) and value.startswith("eval "):  # what JSON does not have
+            value = eval(value.removeprefix("eval "))
         setattr(eval(holder, {"model": model, "shop": shop}), name, value)
     options = {
         "compiler": "eager",

@@ -115,7 +115,7 @@ from piecewise_backend._torch.rewriting import (
     trace_pattern,
     value_of,
 )
-from piecewise_backend._torch.seen import noting_second_names
+from piecewise_backend._torch.seen import LOOKS_AT_SETS, noting_second_names
 from piecewise_backend._torch.symbols import (
     SizeEnv,
     emit_expr,
@@ -135,6 +135,7 @@ __all__ = [
     "GUARDED",
     "IMPORT_ALIAS",
     "KNOWN_SOURCE",
+    "LOOKS_AT_SETS",
     "SEEN",
     "TRACE_ERRORS",
     "UNNAMED_SCOPE",

@@ -17,6 +17,10 @@ from piecewise_backend._torch.reads import source_text
 
 _builder: Any = builder
 _HAS_RECORD = "traced_sources" in SubgraphTracer.__init__.__code__.co_names
+LOOKS_AT_SETS = _HAS_RECORD
+"""A loop over a set that is in a class, or a default, is a look at that set. Before torch 2.13 it
+is none: the look at the class or function is all."""
+
 _met: ContextVar[list[Any] | None] = ContextVar("met", default=None)
 
 
