@@ -33,7 +33,14 @@ from piecewise_backend import _torch
 from piecewise_backend.passes.keys import NoContentError
 from piecewise_backend.trace_build import is_function_of_build, is_of_build
 from piecewise_backend.trace_code import code_digest, names_used, text_digest
-from piecewise_backend.trace_members import attributes_of, held_by, is_in_place, names_in, parts_of
+from piecewise_backend.trace_members import (
+    attributes_of,
+    held_by,
+    is_in_place,
+    names_in,
+    parts_of,
+    replaced_in,
+)
 
 _BY_REPR: tuple[type, ...] = (
     *(bool, int, str, bytes, complex, type(None), type(Ellipsis), range, slice),
@@ -64,7 +71,7 @@ class Content:
             asks_names: it may have looked for what is not in modules of torch or Python.
         """
         self._asks_names = asks_names
-        self.codes: set[str] = set()
+        self.codes: dict[str, types.CodeType] = {}
         """The code objects that were in what was described, by content."""
         self._classes: dict[type, str] = {}
 
@@ -103,7 +110,8 @@ class Content:
         if isinstance(value, types.CodeType):
             return f"code {self.code(value)}"
         if isinstance(value, torch._ops.OperatorBase | torch._ops.OpOverloadPacket):
-            return f"operator {value}"
+            told = attributes_of(value) if self._asks_names else ()
+            return " ".join([f"operator {value}", *told])
         if isinstance(value, types.BuiltinFunctionType):
             return self.function(value)
         if isinstance(value, _BY_NAME):
@@ -123,7 +131,8 @@ class Content:
             return name
         attributes = " ".join(["with", *attributes_of(function)]) if vars(function) else ""
         if is_function_of_build(function):
-            return " ".join(filter(None, (name, *held_by(function), attributes)))
+            about = (*held_by(function), *replaced_in(function), attributes)
+            return " ".join(filter(None, (name, *about)))
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
         told = text_digest(repr([self.told(value) for value in defaults])) if defaults else ""
         # Dynamo does not guard that a name is that of a builtin.
@@ -233,7 +242,7 @@ class Content:
         """A code object and those in it."""
         found = code_digest(code)
         if found not in self.codes:
-            self.codes.add(found)
+            self.codes[found] = code
             for constant in code.co_consts:
                 if isinstance(constant, types.CodeType):
                     self.code(constant)

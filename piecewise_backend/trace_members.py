@@ -16,14 +16,36 @@ import torch
 from piecewise_backend import _torch
 from piecewise_backend.sources import PLAIN_VALUES
 from piecewise_backend.trace_build import is_function_of_build, is_of_build
+from piecewise_backend.trace_code import text_digest
 
 _OF_DYNAMO = ("torch._dynamo.mutation_guard",)
 
 
-def attributes_of(function: types.FunctionType) -> Iterator[str]:
-    """Names, and values that are plain."""
-    for name, value in vars(function).items():
-        yield f"{name} {value!r}" if isinstance(value, PLAIN_VALUES) else name
+def attributes_of(thing: Any) -> Iterator[str]:
+    """Names, and values that are plain; of an op these alone, as it keeps what it was asked for."""
+    for name, value in vars(thing).items():
+        if isinstance(value, PLAIN_VALUES):
+            yield f"{name} {value!r}"
+        elif isinstance(thing, types.FunctionType):
+            yield name
+
+
+def replaced_in(function: types.FunctionType) -> Iterator[str]:
+    """Code of another function, and defaults: its name does not tell those of torch's."""
+    if not _has_own_code(function):
+        yield f"code of {function.__code__.co_qualname}"
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
+    if defaults:
+        yield text_digest(repr([v if _is_plain(v) else type(v).__qualname__ for v in defaults]))
+
+
+def _has_own_code(function: types.FunctionType) -> bool:
+    return function.__code__.co_qualname == function.__qualname__
+
+
+def _is_plain(value: object) -> bool:
+    items = value if isinstance(value, tuple) else (value,)
+    return all(item is None or isinstance(item, PLAIN_VALUES) for item in items)
 
 
 def held_by(function: types.FunctionType) -> Iterator[str]:
@@ -77,7 +99,7 @@ def is_in_place(part: Any, cls: type, name: str) -> bool:
         return part.__self__ is cls
     if not isinstance(part, types.FunctionType):
         return getattr(part, "__objclass__", None) is cls
-    if not is_function_of_build(part):
+    if not is_function_of_build(part) or not _has_own_code(part):
         return False
     home, own = part.__module__, (cls.__module__, f"{cls.__qualname__}.{name}")
     return (home, part.__qualname__) == own or home in _OF_DYNAMO

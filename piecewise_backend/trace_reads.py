@@ -153,14 +153,15 @@ def answers(
     """
     content = Content(asks_names=questions.asks_names)
     reads, values = _read_all(questions, content, frame, namespace)
+    functions = {
+        f"{module}.{name}": [*map(content.value, functions_named(module, name))]
+        for module, name in questions.functions
+    }
     return {
         "reads": reads,
         "same": one_object(values, compares_values=questions.compares_values),
         "apart": apart(values, content, compares_values=questions.compares_values),
-        "functions": {
-            f"{module}.{name}": [*map(content.value, functions_named(module, name))]
-            for module, name in questions.functions
-        },
+        "functions": functions,
         "ops": {name: op_answer(name) for name in questions.ops},
         "fit": list(questions.fit),
     }

@@ -7,6 +7,7 @@ Knows nothing of how things were looked at.
 
 from __future__ import annotations
 
+import enum
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -41,6 +42,7 @@ def apart(values: Mapping[str, Any], content: Content, *, compares_values: bool)
     there is none: a function that makes classes makes several of one content.
 
     Args:
+        content: what has described the functions of the trace, whose literals come first.
         compares_values: of strings and numbers, too, and not of NaN alone. Python keeps one of
             each name in a program, and those of a program are made alike in each process.
     """
@@ -54,6 +56,10 @@ def apart(values: Mapping[str, Any], content: Content, *, compares_values: bool)
             equals.append(thing)  # which keeps it, and so its id
         return numbers[id(thing)]
 
+    literals = ((code.co_name, code.co_consts) for code in content.codes.values())
+    for _, literal in (pair for item in literals for pair in _with_items(*item)):
+        if compares_values and isinstance(literal, PLAIN_VALUES):
+            number(literal, (type(literal), repr(literal)))
     found: list[list[Any]] = []
     for name, value in (pair for item in values.items() for pair in _with_items(*item)):
         if isinstance(value, _GROUPED):
@@ -70,6 +76,8 @@ def apart(values: Mapping[str, Any], content: Content, *, compares_values: bool)
 def _with_items(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """What was found under a name, and what is in it, if that is what it is compared by."""
     yield name, value
+    if isinstance(value, enum.Enum):
+        yield f"{name}.value", value.value
     if isinstance(value, _COLLECTIONS):
         for position, item in enumerate(value):
             if isinstance(item, (*PLAIN_VALUES, *_GROUPED)):

@@ -249,6 +249,47 @@ def test_code_that_asks_for_names(source: str, asks: bool) -> None:
     assert asks_names([compile(source, "program.py", "eval")]) is asks
 
 
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("__code__", nn.functional.tanhshrink.__code__),
+        ("__defaults__", (True,)),
+        ("__kwdefaults__", {"inplace": True}),
+    ],
+)
+def test_functions_of_torch_that_are_others_inside(
+    name: str, other: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = value(nn.functional.softsign), value(nn.functional.silu)
+    monkeypatch.setattr(nn.functional.softsign, name, other)
+    monkeypatch.setattr(nn.functional.silu, name, other)
+    after = value(nn.functional.softsign), value(nn.functional.silu)
+    assert all(one != another for one, another in zip(before, after, strict=True))
+
+
+def test_a_method_of_torch_with_the_code_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = value(nn.Softsign)
+    monkeypatch.setattr(nn.Softsign.forward, "__code__", nn.Tanhshrink.forward.__code__)
+    assert value(nn.Softsign) != before
+
+
+def test_attributes_of_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was asked of an op before does not count."""
+
+    def contents(op: Any) -> list[Any]:
+        return [Content(asks_names=asks).value(op) for asks in (False, True)]
+
+    packet = torch.ops.aten.hardswish
+    before = contents(packet)
+    for op in (packet, packet.default):
+        without = contents(op)
+        monkeypatch.setattr(op, "flag", 1, raising=False)
+        assert contents(op)[0] == without[0]
+        assert contents(op)[1] != without[1]
+    monkeypatch.undo()
+    assert contents(packet) == before
+
+
 def test_attributes_of_functions_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [value(nn.functional.silu)]
     for number in (1, 2):
@@ -332,7 +373,7 @@ def test_what_is_called_as_torch_calls_its_own_is_not_torchs() -> None:
         return x * 2
 
     assert silu.__module__ == "torch.nn.functional"
-    assert value(nn.functional.silu) == "torch.nn.functional.silu"
+    assert value(silu) != value(nn.functional.silu)
     assert value(silu).startswith("torch.nn.functional.silu ")
 
 

@@ -137,3 +137,18 @@ def test_nan_is_found_in_a_list_by_what_object_it_is() -> None:
     one, other = float("nan"), float("nan")
     assert numbers({"self.pad": one, "PADS": [other]}) == [["PADS item 0", 1]]
     assert numbers({"self.pad": one, "PADS": [one]}) == []
+
+
+def test_literals_of_the_code_come_first() -> None:
+    """`text = "relu"; self.act is text`."""
+    namespace: dict[str, Any] = {}
+    exec("def choose(x):\n    names = ('other text', 1000)\n    return 'a-text', names", namespace)
+    content = Content()
+    content.value(namespace["choose"])
+    literals = namespace["choose"].__code__.co_consts
+    own = next(one for one in literals if one == "a-text")
+    other = next(one for one in literals if isinstance(one, tuple))[0]
+    values = {"own": own, "copy": text(), "other": other, "another": "".join(["other ", "text"])}
+    found = apart(values, content, compares_values=True)
+    assert found == [["copy", 1], ["another", 1]]
+    assert apart(values, content, compares_values=False) == []
