@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,9 +104,12 @@ def _entry(folder: Path) -> Entry | None:
     try:
         # What a link points to is no part of an entry, and may be the link itself.
         found = folder.lstat()
-        sizes = [path.lstat() for path in folder.iterdir()] if folder.is_dir() else [found]
+        is_folder = stat.S_ISDIR(found.st_mode)
+        sizes = [path.lstat() for path in folder.iterdir()] if is_folder else [found]
     except FileNotFoundError:  # another process has just removed it
         return None
+    except PermissionError:  # it is damaged, which who reads it is told
+        sizes = []
     made = max((size.st_mtime for size in sizes), default=found.st_mtime)
     return Entry(folder, sum(size.st_size for size in sizes), made, found.st_mtime)
 

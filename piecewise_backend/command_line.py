@@ -80,11 +80,14 @@ def _list(root: Path, given: argparse.Namespace) -> Iterator[str]:
 
 def _explain(root: Path, given: argparse.Namespace) -> Iterator[str]:
     """Why an entry had to be made: how it differs from the one most like it that was there."""
-    records = {e: found for e in entries(root) if isinstance(found := e.record(), Record)}
-    wanted = [entry for entry in records if entry.name.startswith(given.entry)]
-    if not wanted:
+    found = {entry: entry.record() for entry in entries(root)}
+    records = {entry: record for entry, record in found.items() if isinstance(record, Record)}
+    wanted = [entry for entry in found if entry.name.startswith(given.entry)]
+    readable = [entry for entry in wanted if entry in records]
+    if not readable:
+        yield from (f"{entry.name}  {_summary(found[entry])}" for entry in wanted)
         return
-    entry = max(wanted, key=lambda entry: entry.made)
+    entry = max(readable, key=lambda entry: entry.made)
     yield f"{entry.name}  {_summary(records[entry])}"
     earlier = {other.name: records[other] for other in records if other.made < entry.made}
     yield from why_missed(records[entry].key, earlier)

@@ -74,6 +74,9 @@ class Content:
         self.codes: dict[str, types.CodeType] = {}
         """The code objects that were in what was described, by content."""
         self._classes: dict[type, str] = {}
+        self._functions: dict[Any, str] = {}
+        self._open: set[int] = set()  # collections that are being described
+        self._sorts_sets = False
 
     def value(self, value: Any) -> Any:
         """A constant of the trace.
@@ -85,18 +88,27 @@ class Content:
             return f"float {'nan' if math.isnan(value) else value.hex()}"
         if isinstance(value, enum.Enum):
             own = {n: self.told(v) for n, v in vars(value).items() if n not in _OF_ENUM}
-            return f"{self.kind(type(value))} {value.name} {value.value!r} {own or ''}".rstrip()
+            told = self.told(value.value)
+            return f"{self.kind(type(value))} {value.name} {told} {own or ''}".rstrip()
         if type(value) in _BY_REPR or isinstance(value, _BY_REPR[-4:]):
             return f"{type(value).__name__} {value!r}"
-        if isinstance(value, tuple | list):
-            return [type(value).__qualname__, *map(self.value, value)]
-        if isinstance(value, set | frozenset):
-            # In their order, which differs between processes: a loop over them was unrolled in it.
-            return [type(value).__qualname__, *map(self.value, value)]
-        if isinstance(value, Mapping):
-            items = value.items()
-            return [type(value).__qualname__, *([self.value(k), self.value(v)] for k, v in items)]
+        if isinstance(value, tuple | list | set | frozenset | Mapping):
+            if id(value) in self._open:
+                raise NoContentError(f"a {type(value).__qualname__} that contains itself")
+            self._open.add(id(value))
+            try:
+                return [type(value).__qualname__, *self._items(value)]
+            finally:
+                self._open.discard(id(value))
         return self._named(value)
+
+    def _items(self, value: Any) -> list[Any]:
+        """Of sets in their order, which differs between processes: a loop was unrolled in it."""
+        if isinstance(value, Mapping):
+            return [[self.value(key), self.value(item)] for key, item in value.items()]
+        items = [*map(self.value, value)]
+        is_sorted = self._sorts_sets and isinstance(value, set | frozenset)
+        return sorted(items, key=repr) if is_sorted else items
 
     def _named(self, value: Any) -> str:
         if isinstance(value, types.FunctionType):
@@ -122,6 +134,16 @@ class Content:
     def function(self, function: Any) -> str:
         """A function by its code and defaults. See Note [Content of code]."""
         function = getattr(function, "__func__", function)
+        if function not in self._functions:
+            self._functions[function] = "itself"  # for a default that refers back to it
+            try:
+                self._functions[function] = self._function(function)
+            except NoContentError:
+                del self._functions[function]
+                raise
+        return self._functions[function]
+
+    def _function(self, function: Any) -> str:
         if function in _OF_PROCESS:
             raise NoContentError(f"what {function.__name__}() returned, which no other process has")
         if _torch.is_taken_as_constant(function):
@@ -159,12 +181,12 @@ class Content:
             members = [list(self._members(base)) for base in bases]
             order = [f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__]
             patches = [list(self._patches(base)) for base in cls.__mro__ if base not in bases]
-            about = list(filter(None, [self._metaclass(cls)]))
+            about = self._metaclass(cls)
             if bases or any(patches) or about:
                 self._classes[cls] = f"{name} {text_digest(repr((order, members, patches, about)))}"
         return self._classes[cls]
 
-    def _metaclass(self, cls: type) -> Any:
+    def _metaclass(self, cls: type) -> list[str]:
         """What isinstance asks, beside the class itself.
 
         Raises:
@@ -175,9 +197,9 @@ class Content:
             asked = {"__instancecheck__", "__subclasscheck__"}
             if any(asked & vars(base).keys() for base in meta.__mro__ if base not in _METACLASSES):
                 raise NoContentError(f"{cls.__qualname__}, whose metaclass says what is one")
-            return self.kind(meta)
+            return [self.kind(meta)]
         if not isinstance(cls, abc.ABCMeta):
-            return None
+            return []
         hook = getattr(cls.__subclasshook__, "__func__", None)
         if isinstance(hook, types.FunctionType) and not is_function_of_build(hook):
             raise NoContentError(f"{cls.__qualname__}, which itself says what is one")
@@ -186,7 +208,7 @@ class Content:
         registered = (one for one in found if one and (is_own or not is_of_build(one.__module__)))
         below = map(self._metaclass, cls.__subclasses__()) if is_own else ()  # it asks them as well
         names = {f"{one.__module__}.{one.__qualname__}" for one in registered}
-        return sorted(names.union(*filter(None, below)))
+        return sorted(names.union(*below))
 
     def _patches(self, cls: type) -> Iterator[tuple[str, Any]]:
         """What is not in its place in a class of torch's or the standard library's."""
@@ -231,12 +253,13 @@ class Content:
     def told(self, value: Any) -> Any:
         """As much as is to be told of a part; a trace that takes more of it looks at it: at a set
         whose order it goes by, say."""
+        before, self._sorts_sets = self._sorts_sets, _torch.LOOKS_AT_SETS
         try:
-            if isinstance(value, set | frozenset) and _torch.LOOKS_AT_SETS:
-                return [type(value).__qualname__, *sorted(repr(self.told(item)) for item in value)]
             return self.value(value)
         except NoContentError as error:
             return str(error)
+        finally:
+            self._sorts_sets = before
 
     def code(self, code: types.CodeType) -> str:
         """A code object and those in it."""

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from types import CodeType, EllipsisType
 from typing import Any
 
+from piecewise_backend import _torch
 from piecewise_backend.passes.keys import NoContentError
 from piecewise_backend.trace_build import is_code_of_build
 from piecewise_backend.trace_code import code_digest
@@ -48,7 +49,8 @@ def functions_not_seen(content: Content, inlined: Sequence[CodeType]) -> Iterato
         if code.co_filename in _OF_OS and code.co_qualname.startswith(_OF_ENVIRONMENT):
             raise NoContentError("the environment")  # Dynamo guards nothing that is not set
         for name in _UNGUARDED.keys() & code.co_names if code.co_filename != enum.__file__ else ():
-            raise NoContentError(f"{_UNGUARDED[name]}, which {code.co_qualname} may ask for")
+            if name != "hash" or name in _torch.global_names(code):
+                raise NoContentError(f"{_UNGUARDED[name]}, which {code.co_qualname} may ask for")
         if code_digest(code) in content.codes or is_code_of_build(code):
             continue
         outer = code.co_qualname.partition(".<locals>")[0]
@@ -82,7 +84,7 @@ def compares_identities(inlined: Sequence[CodeType]) -> bool:
 
 
 def asks_names(inlined: Sequence[CodeType]) -> bool:
-    """The program's code may have asked for an attribute that is not there."""
+    """The program's code may have asked for an attribute that is not there, or for all of them."""
     own = (code for code in inlined if not is_code_of_build(code))
     return any(not _NAME_FUNCTIONS.isdisjoint(code.co_names) for code in own)
 

@@ -1,12 +1,13 @@
 """What functions, modules and classes have, and whether it was written there.
 
 In:  one of them.
-Out: names and parts of it.
-Knows nothing of how parts are described.
+Out: names and parts of it, and texts of what is plain.
+Knows nothing of how other parts are described.
 """
 
 from __future__ import annotations
 
+import enum
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +26,7 @@ def attributes_of(thing: Any) -> Iterator[str]:
     """Names, and values that are plain; of an op these alone, as it keeps what it was asked for."""
     for name, value in vars(thing).items():
         if isinstance(value, PLAIN_VALUES):
-            yield f"{name} {value!r}"
+            yield f"{name} {_plain_text(value)}"
         elif isinstance(thing, types.FunctionType):
             yield name
 
@@ -34,9 +35,10 @@ def replaced_in(function: types.FunctionType) -> Iterator[str]:
     """Code of another function, and defaults: its name does not tell those of torch's."""
     if not _has_own_code(function):
         yield f"code of {function.__code__.co_qualname}"
-    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     if defaults:
-        yield text_digest(repr([v if _is_plain(v) else type(v).__qualname__ for v in defaults]))
+        texts = (_plain_text(v) if _is_plain(v) else type(v).__qualname__ for v in defaults)
+        yield text_digest(repr([*texts]))
 
 
 def _has_own_code(function: types.FunctionType) -> bool:
@@ -44,8 +46,7 @@ def _has_own_code(function: types.FunctionType) -> bool:
 
 
 def _is_plain(value: object) -> bool:
-    items = value if isinstance(value, tuple) else (value,)
-    return all(item is None or isinstance(item, PLAIN_VALUES) for item in items)
+    return value is None or isinstance(value, PLAIN_VALUES)
 
 
 def held_by(function: types.FunctionType) -> Iterator[str]:
@@ -58,7 +59,12 @@ def held_by(function: types.FunctionType) -> Iterator[str]:
             continue
         if isinstance(value, types.FunctionType):
             value = f"{value.__module__}.{value.__qualname__}"
-        yield f"{name} {value!r}" if isinstance(value, PLAIN_VALUES) else name
+        yield f"{name} {_plain_text(value)}" if isinstance(value, PLAIN_VALUES) else name
+
+
+def _plain_text(value: object) -> str:
+    """Members of enums by their names: their values may be anything."""
+    return str(value.name) if isinstance(value, enum.Enum) else repr(value)
 
 
 def _is_import(value: object, *, into_build: bool) -> bool:
@@ -69,8 +75,8 @@ def _is_import(value: object, *, into_build: bool) -> bool:
 
 
 def names_in(module: types.ModuleType, *, is_built: bool) -> list[str]:
-    """What can be looked for in a module. What an import has left in it, or Dynamo, is a matter of
-    what else the process does; in torch's own that is parts of torch.
+    """What can be looked for in a module, but for what imports leave in it; in one of torch's
+    those are parts of torch.
 
     Args:
         is_built: it is one of torch's or the standard library's.
@@ -88,7 +94,8 @@ def parts_of(member: Any) -> tuple[Any, ...]:
     """What a class has under a name, taken apart."""
     if isinstance(member, property):
         return member.fget, member.fset, member.fdel
-    return (getattr(member, "__func__", member),)
+    is_wrapped = isinstance(member, staticmethod | classmethod | types.MethodType)
+    return (member.__func__ if is_wrapped else member,)
 
 
 def is_in_place(part: Any, cls: type, name: str) -> bool:

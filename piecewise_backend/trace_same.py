@@ -43,8 +43,8 @@ def apart(values: Mapping[str, Any], content: Content, *, compares_values: bool)
 
     Args:
         content: what has described the functions of the trace, whose literals come first.
-        compares_values: of strings and numbers, too, and not of NaN alone. Python keeps one of
-            each name in a program, and those of a program are made alike in each process.
+        compares_values: of strings and numbers, too, and not of NaN alone. They are made alike
+            in each process of a program, and strings that are names are mostly one object.
     """
     objects: dict[Any, list[Any]] = {}
     numbers: dict[int, int] = {}
@@ -58,13 +58,13 @@ def apart(values: Mapping[str, Any], content: Content, *, compares_values: bool)
 
     literals = ((code.co_name, code.co_consts) for code in content.codes.values())
     for _, literal in (pair for item in literals for pair in _with_items(*item)):
-        if compares_values and isinstance(literal, PLAIN_VALUES):
+        if compares_values and _is_plain(literal):
             number(literal, (type(literal), repr(literal)))
     found: list[list[Any]] = []
     for name, value in (pair for item in values.items() for pair in _with_items(*item)):
         if isinstance(value, _GROUPED):
             found.append([name, number(value, str(content.told(value)))])
-        elif isinstance(value, PLAIN_VALUES) and (compares_values or value != value):
+        elif _is_plain(value) and (compares_values or _is_nan(value)):
             found.append([name, number(value, (type(value), repr(value)))])
         classes = value.__mro__ if isinstance(value, type) else type(value).__mro__
         for cls in classes:
@@ -82,6 +82,14 @@ def _with_items(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         for position, item in enumerate(value):
             if isinstance(item, (*PLAIN_VALUES, *_GROUPED)):
                 yield f"{name} item {position}", item
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, PLAIN_VALUES) and not isinstance(value, enum.Enum)
+
+
+def _is_nan(value: object) -> bool:
+    return isinstance(value, float | complex) and value != value
 
 
 def _is_object(value: Any) -> bool:

@@ -81,7 +81,10 @@ class StoredTraces:
         """
         if config.cache_dir is None:
             return None
-        key = _reason_against(config) or trace_key(subject, parameters, config)
+        try:
+            key = _reason_against(config) or trace_key(subject, parameters, config)
+        except Exception as error:  # as in `save`
+            key = Uncacheable(f"describing its call raised {type(error).__name__}: {error}")
         if isinstance(key, Uncacheable):
             log.info("the trace is made and not stored: %s", key.reason)
             return None
@@ -166,6 +169,11 @@ class StoredTraces:
             is_stored = self._save(rewritten)
         except NoContentError as error:
             log.info("the trace is not stored: it depends on %s", error)
+            return
+        except Exception as error:
+            # What is described are the program's objects, whose code may raise anything; and the
+            # call has been served.
+            log.info("the trace is not stored: %s: %s", type(error).__name__, error)
             return
         log.info("the trace is stored" if is_stored else "its function has too many traces stored")
 

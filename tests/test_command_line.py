@@ -181,6 +181,15 @@ def test_six_things_are_no_tensor(group: str, name: str, one: list[Any], other: 
     assert ("self.t" if group == "reads" else name) in "".join(found[1:])
 
 
+def test_explain_of_a_damaged_entry(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = name_of(FIRST)
+    (root / name / KEY).write_text("{")
+    status, lines = run(capsys, root, "explain", name[:8])
+    assert status == 0
+    assert lines[0].startswith(f"{name}  ")
+    assert "no JSON" in lines[0]
+
+
 def test_what_was_one_object_is_told() -> None:
     one = trace("shop.Model.forward", READS, FIT)
     other = trace("shop.Model.forward", READS | {"G['KIND'] SEEN": "shop.Kind"}, FIT)

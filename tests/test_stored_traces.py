@@ -297,6 +297,19 @@ class Act(enum.Enum):
 TABLES = {Act.GELU: 3, Act.SILU: 2}
 
 
+class Raising(dict):
+    def items(self):
+        raise OSError("not now")
+
+
+class Refusing(Model):
+    table = Raising()
+
+    def forward(self, x: Tensor):
+        x = super().forward(x)["x"]
+        return {"x": x * 2, "count": x.shape[0]}
+
+
 class Numbers:
     ONES = {0, 8}
 
@@ -589,6 +602,10 @@ USELESS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a variable that is not set": (
         {"model": "ByUnsetVariable"},
         {"model": "ByUnsetVariable", "environment": {"SHOP": "double"}},
+    ),
+    "an object that does not let itself be looked at": (
+        {"model": "Refusing"},
+        {"model": "Refusing"},
     ),
     "environment": (
         {"model": "ByVariable"},

@@ -89,10 +89,11 @@ def test_code_that_compares_by_is(source: str, compares: bool) -> None:
         ("x._base is None", "a view of"),
         ("x.__hash__()", "a hash"),
         ("hash(x)", "what hash"),
+        ("x.hash", "not found by its name"),
     ],
 )
 def test_code_that_asks_for_what_dynamo_does_not_guard(source: str, asked: str) -> None:
-    code = compile(source, "program.py", "eval")
+    code = compile(f"lambda x: {source}", "program.py", "eval").co_consts[0]
     with pytest.raises(NoContentError, match=asked):
         list(functions_not_seen(Content(), [code]))
 
@@ -317,6 +318,53 @@ def test_sets_that_only_their_class_has() -> None:
     assert value(classes[0]) != value(type("Own", (), {"NAMES": {0, 9}, "__module__": "shop"}))
 
 
+def test_sets_inside_of_what_a_class_has() -> None:
+    classes = [
+        type("Own", (), {"GROUPS": {"a": ({0, 8},)}, "__module__": "shop"}),
+        type("Own", (), {"GROUPS": {"a": ({8, 0},)}, "__module__": "shop"}),
+    ]
+    assert (value(classes[0]) == value(classes[1])) is _torch.LOOKS_AT_SETS
+
+
+class DotDict(dict[str, Any]):
+    __getattr__ = dict.__getitem__
+
+
+def test_attributes_of_classes_that_answer_as_they_like() -> None:
+    classes = [
+        type("Own", (), {"options": DotDict(a=number), "__module__": "shop"}) for number in (1, 2)
+    ]
+    assert value(classes[0]) != value(classes[1])
+
+
+def test_what_contains_itself() -> None:
+    table: dict[str, Any] = {}
+
+    def function(x: Any, table: Any = table) -> Any:
+        return x
+
+    table["own"] = function
+    assert value(function) == value(function)
+    registry: list[Any] = []
+    registry.append(registry)
+    with pytest.raises(NoContentError, match="contains itself"):
+        value(registry)
+    value(type("Own", (), {"registry": registry, "__module__": "shop"}))
+    assert value([[1], [1]]) == value([[1], [1]])
+
+
+def test_members_of_enums_whose_values_are_objects() -> None:
+    def made(function: Any) -> Any:
+        class Act(enum.Enum):
+            OBJECT = Called()
+            FUNCTION = functools.partial(function)
+
+        return Act
+
+    one, other = made(nn.functional.relu), made(nn.functional.relu)
+    assert value(one.OBJECT) == value(other.OBJECT)
+
+
 def test_what_isinstance_asks() -> None:
     class Base(abc.ABC):  # noqa: B024
         pass
@@ -329,6 +377,25 @@ def test_what_isinstance_asks() -> None:
         registers.register(cls)
         found.append(value(Base))
     assert len(set(found)) == 4
+
+
+def test_a_class_below_whose_class_is_the_programs() -> None:
+    class Meta(abc.ABCMeta):
+        pass
+
+    class Base(abc.ABC):  # noqa: B024
+        pass
+
+    class Below(Base, metaclass=Meta):
+        pass
+
+    class Other(Base):
+        pass
+
+    assert Content()._metaclass(Base) == [Content().kind(Meta)]
+    Other.register(Plain)
+    assert len(Content()._metaclass(Base)) == 2
+    assert Below is not Other
 
     class Meta(type):
         def __instancecheck__(cls, instance: object) -> bool:
